@@ -1,14 +1,15 @@
-"""Small models for the tests, each with a step: `build(name)` gives a model in training mode and a function for its loss.
+"""Small models for the tests, each with a step: `build(name)` gives a model in training mode and its loss function.
 
 Everything random at build time (weights, batch) follows from `seed`; what the step itself draws (dropout, drop path)
-follows from the global generator at the moment of the call. Dropout is on wherever the architecture has it. The sizes are
-such that saved activations outweigh the loss head, and that a step takes tens of milliseconds on one thread.
+follows from the global generator at the moment of the call. Dropout is on wherever the architecture has it. The sizes
+are such that saved activations outweigh the loss head, and that a step takes tens of milliseconds on one thread.
 
 `OWN` need only torch; `ARCHITECTURES` are the twelve on which blocks are found, most of them from transformers configs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,7 +131,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages `layer1..3` of residual blocks, as in torchvision; pictures (batch, 3, h, w) → logits of 10 classes."""
+    """Three stages `layer1..3` of residual blocks, as in torchvision; (batch, 3, h, w) → (batch, 10)."""
 
     def __init__(self, width: int = 8, depth: int = 2):
         super().__init__()
@@ -199,7 +200,7 @@ class UNetStage(nn.Module):
     def __init__(self, inputs: int, outputs: int, depth: int):
         super().__init__()
         widths = [inputs] + [outputs] * depth
-        self.resnets = nn.ModuleList(UNetBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.resnets = nn.ModuleList(UNetBlock(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for resnet in self.resnets:
@@ -335,7 +336,7 @@ def resnet50() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
+        embedding_size=16, hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
     )
     return _vision(ResNetForImageClassification(config), 64)
 
@@ -351,8 +352,8 @@ def whisper() -> Case:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=64,
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=3, decoder_layers=3,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=64,
         max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
         dropout=0.1, encoder_layerdrop=0.0, suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Finds the blocks of any nn.Module: the submodules whose forward is one unit of recomputation.
 
-Only the module tree is looked at; nothing runs. Blocks are the units of *stacks* (ModuleList, Sequential, ModuleDict), at
-any depth, and large submodules that stand alone. A unit that is itself little more than a stack (a Swin or ResNet stage)
-is entered; a decoder layer with a list of experts isn't, because its experts don't feed one another.
+Only the module tree is looked at; nothing runs. Blocks are the units of *stacks* (ModuleList, Sequential, ModuleDict),
+at any depth, and large submodules that stand alone. A unit that is itself little more than a stack (a Swin or ResNet
+stage) is entered; a decoder layer with a list of experts isn't, because its experts don't feed one another.
 
-What is known to fall short: whether units are called in order, or at all, can't be seen in the tree, so names decide what
-is an edge of the model (embedding, head) or a set of alternatives (experts). `select` overrides everything.
+What is known to fall short: whether units are called in order, or at all, can't be seen in the tree, so names decide
+what is an edge of the model (embedding, head) or a set of alternatives (experts). `select` overrides everything.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block:
     Attributes:
         path: canonical module path (`_patterns.canonical`); of a shared module, the first of its paths.
         module_type: class name of the module.
-        stack: canonical path of the container whose unit it is ("" for the model itself); its own path if it stands alone.
+        stack: canonical path of the container whose unit it is ("" for the model itself); its own path if it is alone.
         index: position among the blocks of its stack, from 0.
         stack_size: number of blocks in its stack.
         overwrites_input: it changes its input in place, so no recomputation can begin with it (an in-place ReLU).
@@ -65,8 +65,8 @@ def find_blocks(
 
     Args:
         model: any module, wrapped or not.
-        select: None finds the repeated units and large lone submodules; text is an exact path or a pattern (`_patterns`)
-            over all submodules; a class means all its instances; a sequence of these means all of them together.
+        select: None finds the repeated units and large lone submodules; text is an exact path or a pattern
+            (`_patterns`) over all submodules; a class means all its instances; a sequence means all that it lists.
 
     Returns:
         The blocks, none inside another; empty if the model has no submodule that is worth recomputing.
@@ -209,8 +209,8 @@ def _is_nest(unit: nn.Module) -> bool:
 def _is_repeated_stack(module: nn.Module) -> bool:
     """Whether it holds several units of one class, each with several weights.
 
-    A bottleneck's chain of convolution + norm + activation has one weight per link: it is a block, not a stack. T5 lists
-    the different parts of one layer: no class occurs twice.
+    A bottleneck's chain of convolution + norm + activation has one weight per link: it is a block, not a stack. T5
+    lists the different parts of one layer: no class occurs twice.
     """
     units = _stack_units(module)
     return _repeats(units) and max(_weights(unit) for _, unit in units) >= 2
