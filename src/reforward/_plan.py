@@ -1,9 +1,9 @@
 """Plan: an ordered forest of regions for one model. Plain data, JSON on disk; what runs it is in `_runtime`.
 
-A node is either a `Region` (one call of one module, under a policy) or a `Run` (consecutive nodes treated as one unit of
-recomputation). A run keeps only its first input. When backward reaches it, its members are run again from that input, and
-then each member behaves as its own policy says: members that save make a plain segment, members that recompute nest.
-Modules that the plan doesn't name save everything.
+A node is either a `Region` (one call of one module, under a policy) or a `Run` (consecutive nodes treated as one unit
+of recomputation). A run keeps only its first input. When backward reaches it, its members are run again from that
+input, and then each member behaves as its own policy says: members that save make a plain segment, members that
+recompute nest. Modules that the plan doesn't name save everything.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Plan(_Node):
         nodes: top-level regions and runs, in the order of their calls.
         model_type: class name of the model the plan was made for.
         when: "grad": blocks act whenever gradients are wanted; "training": only while the block is in training mode.
-        exactness: "bitwise": loss, gradients, buffers and random streams as in the plain step; "rounding": equal to rounding.
+        exactness: "bitwise": loss, gradients, buffers and random streams as in the plain step; "rounding": equal to
+            rounding.
         budget_bytes: the budget that the plan was made for, if any.
         predicted_peak_bytes: predicted peak of the whole step on the device, if it was profiled.
         predicted_seconds: predicted duration of the step, if it was profiled.

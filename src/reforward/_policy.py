@@ -31,7 +31,8 @@ class Ops(_Data, tag="ops"):
 
     Attributes:
         family: one of `FAMILIES`.
-        within: pattern on the path of a submodule; only operations that run inside it are meant. None: anywhere in the block.
+        within: pattern on the path of a submodule; only operations that run inside it are meant. None: anywhere in
+            the block.
     """
 
     family: str

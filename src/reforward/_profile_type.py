@@ -1,9 +1,10 @@
 """Profile: what the solver sees of a model and a step. Numbers and names only, no torch.
 
-The step is an ordered trace of events. A block's call appears in it twice, when it runs forward and when its backward runs;
-what lies between is a gap (embedding, loss head, optimizer). The bytes of an event are relative to what is live when it
-begins, so that the live bytes at any moment are `static_bytes` plus the deltas of the events before it, whichever option
-each call is run with. One profile covers calls of one module several times, two forwards before one backward, accumulation.
+The step is an ordered trace of events. A block's call appears in it twice, when it runs forward and when its backward
+runs; what lies between is a gap (embedding, loss head, optimizer). The bytes of an event are relative to what is live
+when it begins, so that the live bytes at any moment are `static_bytes` plus the deltas of the events before it,
+whichever option each call is run with. One profile covers calls of one module several times, two forwards before one
+backward, accumulation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class OptionCost:
         policy: Save() for the plain block, Recompute(save=...) otherwise.
         forward_delta_bytes: change of live bytes over the call's forward: what it leaves for backward, plus its output.
         forward_peak_bytes: highest live bytes during the forward, relative to its begin.
-        backward_delta_bytes: change over the call's backward (replay included): what it left is freed, gradients are added.
+        backward_delta_bytes: change over the call's backward (replay included): what it left is freed, gradients are
+            added.
         backward_peak_bytes: highest live bytes during the backward (replay included), relative to its begin.
         forward_seconds, backward_seconds: duration without any replay.
         replay_seconds: duration of the recomputation; 0 for Save().
@@ -47,7 +49,8 @@ class CallCost:
     Attributes:
         path: canonical module path; calls of one module share it, and a plan gives them one policy.
         module_type: class name of the module.
-        chain: calls with the same number, consecutive in the trace, pass one's output on to the next: only they can form runs.
+        chain: calls with the same number, consecutive in the trace, pass one's output on to the next: only they can
+            form runs.
         output_bytes: size of the output that the next call of the chain receives.
         options: the first is Save(), the second Recompute() with nothing saved; then the selective ones.
         signature: calls with an equal signature have equal costs (same class, same shapes).
@@ -86,7 +89,8 @@ class Profile:
 
     Attributes:
         static_bytes: live before the step begins: parameters, buffers, optimizer state, batch.
-        parameter_bytes, gradient_bytes, optimizer_bytes: parts of the static memory and, of gradients, what backward adds.
+        parameter_bytes, gradient_bytes, optimizer_bytes: parts of the static memory and, of gradients, what backward
+            adds.
         calls: the block calls, in the order of their forwards.
         events: the trace.
         blocks: paths of all blocks found, in order; those without a call take no part in the step.

@@ -23,7 +23,8 @@ class Step:
         batches: one example of every batch that occurs (every sequence length, say). Each is a step of its own;
             a plan has to hold its budget for all of them.
         optimizer: updates the parameters at the end of the step; None: the step ends with the gradients.
-        accumulate: micro-batches per optimizer step; each is `loss_fn` of the same batch, its loss divided by their number.
+        accumulate: micro-batches per optimizer step; each is `loss_fn` of the same batch, its loss divided by their
+            number.
     """
 
     loss_fn: Callable[..., torch.Tensor]
