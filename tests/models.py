@@ -353,8 +353,9 @@ def whisper() -> Case:
 
     config = WhisperConfig(
         vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=3, decoder_layers=3,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=64,
-        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128,
+        max_source_positions=64, max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
         dropout=0.1, encoder_layerdrop=0.0, suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config)

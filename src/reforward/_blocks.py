@@ -20,6 +20,9 @@ from torch import nn
 from reforward import _patterns
 from reforward._errors import InputError, PatternError
 
+#: What a user may select blocks by: a path or pattern, a module class, or several of them.
+Selection = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+
 #: A unit is entered when stacks that are its direct children hold at least this share of its parameters.
 _NESTED_SHARE = 0.6
 #: A submodule that stands alone and has no convolution is a block from this share of the model's parameters on.
@@ -29,6 +32,7 @@ _PLAIN_CHAIN = 4
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _EDGE_NAME = re.compile(
     r"embed|classifier|pooler|predictions?$|router|experts?$|^cls$|(?<!multi)(?<!multi_)heads?$", re.IGNORECASE
 )
@@ -58,9 +62,7 @@ class Block:
     overwrites_input: bool = False
 
 
-def find_blocks(
-    model: nn.Module, select: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None
-) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module, select: Selection | None = None) -> tuple[Block, ...]:
     """The blocks of a model, in the order in which its modules are registered.
 
     Args:
@@ -129,9 +131,8 @@ def _number(units: Sequence[_Unit]) -> tuple[Block, ...]:
 
 def _selected(model: nn.Module, select: str | type[nn.Module] | Sequence[str | type[nn.Module]]) -> list[_Unit]:
     modules = {path: module for path, module in modules_by_path(model).items() if path}
-    wanted: set[str] = set()
-    for item in [select] if isinstance(select, (str, type)) else select:
-        wanted.update(_matching(item, modules))
+    items = select if isinstance(select, (list, tuple, set, frozenset)) else [select]
+    wanted = {path for item in items for path in _matching(item, modules)}
     paths = [path for path in modules if path in wanted]
     for path in paths:
         if outer := next((other for other in paths if path.startswith(other + ".")), None):
@@ -139,7 +140,7 @@ def _selected(model: nn.Module, select: str | type[nn.Module] | Sequence[str | t
     return [_Unit(_stack_of(path, modules), path, modules[path]) for path in paths]
 
 
-def _matching(item: str | type[nn.Module], modules: dict[str, nn.Module]) -> list[str]:
+def _matching(item: object, modules: dict[str, nn.Module]) -> list[str]:
     if isinstance(item, str):
         return _patterns.select(item, modules)
     if not isinstance(item, type) or not issubclass(item, nn.Module):
@@ -171,7 +172,7 @@ def _walk(path: str, module: nn.Module, total: int) -> Iterator[_Unit]:
     for name, child in _children(module):
         child_path = _join(path, name)
         if _has_stack(child):
-            if not _is_edge(name, child) or not isinstance(child, _CONTAINERS):
+            if not (_is_edge(name, child) and isinstance(child, _CONTAINERS)):
                 yield from _walk(child_path, child, total)
         elif _is_lone(name, child, total):
             yield _Unit(child_path, child_path, child)
@@ -260,12 +261,16 @@ def _is_substantial(module: nn.Module) -> bool:
 
 
 def _is_edge(name: str, module: nn.Module) -> bool:
-    """Whether name or class say that it is an embedding, a head, or one of several alternatives."""
-    return (
-        isinstance(module, nn.Embedding)
-        or _EDGE_NAME.search(name) is not None
-        or _EDGE_TYPE.search(type(module).__name__) is not None
-    )
+    """Whether name or class say that it is an embedding, a head, or one of several alternatives.
+
+    What has batch norm inside is a part of a convolutional network, and leaves much, even where it is called an
+    embedder (the stem of Transformers' ResNet) or a head (segmentation).
+    """
+    if isinstance(module, nn.Embedding):
+        return True
+    if not _EDGE_NAME.search(name) and not _EDGE_TYPE.search(type(module).__name__):
+        return False
+    return not any(isinstance(inner, _BATCH_NORMS) for inner in module.modules())
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
