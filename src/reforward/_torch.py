@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
 
@@ -37,6 +38,24 @@ def storage_key(tensor: torch.Tensor) -> int:
     Checked on 2.13.0: the public `untyped_storage().data_ptr()` raises on fake tensors.
     """
     return tensor.untyped_storage()._cdata
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written in place; what autograd itself compares. 0 for inference tensors.
+
+    Checked on 2.13.0: `_version` is what autograd's error message prints.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias made inside a dispatch mode that still shares the version counter.
+
+    Checked on 2.13.0: below autograd a plain `detach()` starts a counter of its own, and in-place writes go unseen;
+    torch's own selective checkpointing excludes the key in the same way.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
@@ -78,3 +97,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
         return False
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
     return True
+
+
+# --- used by _measure -------------------------------------------------------------------------------------------------
+
+#: Base of the dispatch modes of our own. Checked on 2.13.0: the documented extension point has no public path.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a COO tensor.
+
+    Checked on 2.13.0: the public accessors refuse tensors that aren't coalesced.
+    """
+    return tensor._indices(), tensor._values()
