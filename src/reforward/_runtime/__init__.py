@@ -1,0 +1,7 @@
+"""Carries out a plan on a live model."""
+
+from reforward._runtime.attach import attach, attached, detach, plan_of, suspended
+from reforward._runtime.checkpoint import checkpoint
+from reforward._runtime.replay import is_replaying
+
+__all__ = ["attach", "attached", "checkpoint", "detach", "is_replaying", "plan_of", "suspended"]

@@ -1,0 +1,322 @@
+"""Puts a plan on a live model and takes it off.
+
+The block's `forward` becomes an instance attribute: a callable object that refers to nothing but the module and the
+attachment, so `state_dict`, module names, `isinstance`, hooks, `deepcopy` and `pickle` go on working. Taking it off deletes
+the attribute.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from reforward import _patterns, _torch
+from reforward._blocks import modules_by_path
+from reforward._errors import AttachError, PatternError, PlanError
+from reforward._plan import Node, Plan, Region, Run, leaves
+from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._runtime.fence import Fence, ModuleState, RngState
+from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
+from reforward._runtime.run import Chains, OpenRun
+from reforward._runtime.selective import Keeper
+from reforward._techniques import resolve_plan
+
+
+class Attachment:
+    """A plan on a model, and what its regions share while they run.
+
+    Attributes:
+        plan: the plan.
+        active: False while suspended.
+        chains: the open runs.
+        last_rng: the latest snapshot, which the next region shares if nothing was drawn since.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.active = True
+        self._reset()
+
+    def _reset(self) -> None:
+        self.chains = Chains()
+        self.last_rng: RngState | None = None
+        self.warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is live: a copy of the model starts with no open run."""
+        return {"plan": self.plan, "active": self.active}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+
+class RegionForward:
+    """Stands in for the `forward` of a block that the plan recomputes.
+
+    Args:
+        module: the block.
+        path: its canonical path.
+        node: the top-level node of the plan that it belongs to.
+        attachment: shared by all blocks of the model.
+    """
+
+    def __init__(self, module: nn.Module, path: str, node: Node, attachment: Attachment):
+        self.module = module
+        self.path = path
+        self.node = node
+        self.attachment = attachment
+        self._writes: set[tuple[int, str]] | None = None
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = current_frame()
+        if isinstance(frame, Recorder) or not self._applies():  # an outer region keeps its own input, no more
+            return self.plain(*args, **kwargs)
+        given = _torch.flatten((args, kwargs))[0]
+        modules = _torch.submodules(self.module)
+        if not _gradient_flows(given, modules):
+            return self.plain(*args, **kwargs)
+        run = self._open_run(given)
+        devices = _accelerators(given, modules)
+        fence = Fence(ModuleState(self.path, modules, self._writes), devices, self.attachment.last_rng)
+        self.attachment.last_rng = fence.rng
+        previous = run.outputs() if run is not None else []
+        call = Call(self.path, self.plain, args, kwargs, previous=previous, fence=fence, modules=modules)
+        recording = run.recording if run is not None else Recording(self.node, start=self._start(), devices=devices)
+        keeper = Keeper.of(recording.policy_of_next(), self.path)
+        result = recording.forward(call, args, kwargs, keeper, frame if isinstance(frame, Filler) else None)
+        call.check_unchanged()
+        self._writes = self._writes or set()
+        fence.seal(self._writes)
+        self._keep_open(recording, result)
+        return result
+
+    def _applies(self) -> bool:
+        if not (self.attachment.active and torch.is_grad_enabled()):
+            return False
+        return self.attachment.plan.when == "grad" or self.module.training
+
+    def _open_run(self, given: list[Any]) -> OpenRun | None:
+        if isinstance(self.node, Region):
+            return None
+        run = self.attachment.chains.continued_by(self.node, self.path, given)
+        if run is not None:
+            self.attachment.chains.close(run)
+        elif self._start() > 0:
+            self._warn_of_broken_chain()
+        return run
+
+    def _start(self) -> int:
+        return next(i for i, leaf in enumerate(leaves(self.node)) if leaf.path == self.path)
+
+    def _keep_open(self, recording: Recording, result: Any) -> None:
+        next_leaf = recording.start + len(recording.calls)
+        if isinstance(self.node, Run) and next_leaf < sum(1 for _ in leaves(self.node)):
+            self.attachment.chains.add(OpenRun(recording, next_leaf, _torch.flatten(result)[0]))
+
+    def _warn_of_broken_chain(self) -> None:
+        if self.path not in self.attachment.warned:
+            self.attachment.warned.add(self.path)
+            warnings.warn(
+                f"block {self.path!r} wasn't given the very output of the block before it in its run, so it keeps its own"
+                " input: the result is exact, but more memory is held than the plan says; end the run before this block",
+                stacklevel=4,
+            )
+
+
+class SubmoduleForward:
+    """Stands in for the `forward` of a submodule that a selector names: it tells the keeper where the block is.
+
+    Args:
+        module: the submodule.
+        path: its canonical path.
+    """
+
+    def __init__(self, module: nn.Module, path: str):
+        self.module = module
+        self.path = path
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The submodule's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = current_frame()
+        if frame is None or frame.keeper is None:
+            return self.plain(*args, **kwargs)
+        return frame.keeper.call_submodule(self.path, self.plain, args, kwargs)
+
+
+_Ours = (RegionForward, SubmoduleForward)
+
+
+class _TakenOver:
+    """In place of a layer's `gradient_checkpointing = True` (Transformers' flag) while a plan is on: off, and known to have been on."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def attach(model: nn.Module, what: Any) -> Plan:
+    """Puts a plan on a model; from then on its forward and backward run as the plan says.
+
+    Args:
+        model: any module. A plan that is on it already is replaced.
+        what: a Plan, a technique (`rf.every(2)`), a policy for every block, or `{path or pattern: policy}`.
+
+    Returns:
+        The plan as it was put on.
+
+    Raises:
+        PatternError, PlanError: names that the model doesn't have, or a plan for another model.
+        AttachError: the model is on the meta device, or something else has replaced a block's forward.
+    """
+    plan = resolve_plan(model, what)
+    by_path = modules_by_path(model)
+    forwards = _targets(plan, by_path)
+    _check_attachable(model, {path: by_path[path] for path in forwards})
+    detach(model)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = _TakenOver()
+    attachment = Attachment(plan)
+    for path, node in forwards.items():
+        module = by_path[path]
+        module.forward = (
+            SubmoduleForward(module, path) if node is None else RegionForward(module, path, node, attachment)
+        )
+    return plan
+
+
+def detach(model: nn.Module) -> None:
+    """Takes the plan off a model and leaves it as it was; does nothing if there is none."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("gradient_checkpointing"), _TakenOver):
+            module.gradient_checkpointing = True
+        if isinstance(module.__dict__.get("forward"), _Ours):
+            del module.__dict__["forward"]
+
+
+@contextmanager
+def attached(model: nn.Module, what: Any) -> Iterator[Plan]:
+    """A plan on a model for the duration of a `with` block; a plan that was on it before comes back."""
+    before = plan_of(model)
+    plan = attach(model, what)
+    try:
+        yield plan
+    finally:
+        detach(model)
+        if before is not None:
+            attach(model, before)
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Plain forwards inside the `with` block; what was recorded before can still be replayed."""
+    attachments = _attachments(model)
+    before = [a.active for a in attachments]
+    for attachment in attachments:
+        attachment.active = False
+    try:
+        yield
+    finally:
+        for attachment, active in zip(attachments, before, strict=True):
+            attachment.active = active
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that is on the model, if any."""
+    attachments = _attachments(model)
+    return attachments[0].plan if attachments else None
+
+
+def _attachments(model: nn.Module) -> list[Attachment]:
+    found: dict[int, Attachment] = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, RegionForward):
+            found[id(forward.attachment)] = forward.attachment
+    return list(found.values())
+
+
+def _targets(plan: Plan, by_path: dict[str, nn.Module]) -> dict[str, Node | None]:
+    """Which modules get another forward: blocks with their top-level node, submodules that selectors name with None."""
+    targets: dict[str, Node | None] = {}
+    named: list[str] = []
+    for node in plan.nodes:
+        for leaf in leaves(node):
+            if isinstance(node, Run) or isinstance(leaf.policy, Recompute):
+                targets[leaf.path] = node
+            named += _selected_submodules(leaf, by_path)
+    for path in dict.fromkeys(named):
+        if path in targets:
+            raise PlanError(
+                f"{path!r} is a block of the plan and is named by a selector of the block around it; drop one"
+            )
+        targets[path] = None
+    _check_patterns(plan, named)
+    return targets
+
+
+def _selected_submodules(leaf: Region, by_path: dict[str, nn.Module]) -> list[str]:
+    patterns = _patterns_of(leaf.policy)
+    if not patterns:
+        return []
+    inside = [path for path in by_path if path.startswith(leaf.path + ".")]
+    return [path for path in inside if any(_patterns.matches(pattern, path) for pattern in patterns)]
+
+
+def _patterns_of(policy: Policy) -> list[str]:
+    if not isinstance(policy, Recompute):
+        return []
+    return [s.pattern for s in policy.save if isinstance(s, Modules)] + [
+        s.within for s in policy.save if isinstance(s, Ops) and s.within is not None
+    ]
+
+
+def _check_patterns(plan: Plan, named: list[str]) -> None:
+    for pattern in {p for leaf in plan.regions() for p in _patterns_of(leaf.policy)}:
+        if not any(_patterns.matches(pattern, path) for path in named):
+            raise PatternError(f"{pattern!r} matches no submodule of the blocks that it is meant for")
+
+
+def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise AttachError(f"{path!r} is on the meta device and has no values; materialise the model, then attach")
+    for path, module in targets.items():
+        foreign = module.__dict__.get("forward")
+        if foreign is not None and not isinstance(foreign, _Ours):
+            what = getattr(foreign, "__qualname__", type(foreign).__name__)
+            raise AttachError(
+                f"block {path!r} has a forward of its own on the instance ({what}), put there by another library or by hand;"
+                " take that off first, or attach before it is put on"
+            )
+        for name, inner in module.named_modules():
+            if type(inner).__name__ == "CheckpointWrapper":
+                where = f"{path}.{name}" if name else path
+                raise AttachError(
+                    f"{where!r} is wrapped by {type(inner).__module__}.CheckpointWrapper, which recomputes it as well;"
+                    " unwrap it first"
+                )
+
+
+def _gradient_flows(given: list[Any], modules: list[nn.Module]) -> bool:
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given):
+        return True
+    return any(p.requires_grad for module in modules for p in _torch.own_parameters(module))
+
+
+def _accelerators(given: list[Any], modules: list[nn.Module]) -> tuple[torch.device, ...]:
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    tensors += [p for module in modules for p in _torch.own_parameters(module)]
+    return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))

@@ -1,0 +1,148 @@
+"""`rf.checkpoint`: one function call as a region, with the arguments of torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reforward import _torch
+from reforward._errors import InputError, ReplayMismatchError
+from reforward._plan import Region
+from reforward._policy import Modules, Ops, Policy, Recompute, Save
+from reforward._runtime.fence import Fence, ModuleState
+from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
+from reforward._runtime.selective import Keeper
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    policy: Policy = Recompute(),
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Calls `function(*args, **kwargs)` and keeps for backward only what the policy says.
+
+    It takes every argument of `torch.utils.checkpoint.checkpoint` and can stand in for it.
+
+    Args:
+        function: a module or any other callable.
+        policy: Recompute(save=...) by families of operations, or Save().
+        use_reentrant: accepted for compatibility: there is one implementation, and it can do what either of torch's can.
+        preserve_rng_state: False asks not to restore random streams for the replay. That is exact only where nothing is
+            drawn, and there it costs nothing either, so the streams are restored in any case.
+        context_fn: returns the contexts of the forward and of the replay.
+        determinism_check: "default" compares shapes and types of replayed tensors with the forward's; "none" doesn't.
+        debug: the error of a replay that differs lists the operations of both.
+        early_stop: whether the replay may end after the last tensor that backward needs.
+
+    Raises:
+        InputError: an argument that can't be honoured.
+        ReplayError: in backward, where the replay can't be exact.
+    """
+    del use_reentrant, preserve_rng_state
+    if determinism_check not in ("default", "none"):
+        raise InputError(f"determinism_check must be 'default' or 'none', not {determinism_check!r}")
+    _check_policy(policy)
+    in_forward, in_replay = _contexts(context_fn)
+    modules = _modules_of(function)
+    frame = current_frame()
+    given = _torch.flatten((args, kwargs))[0]
+    if isinstance(policy, Save) or isinstance(frame, Recorder) or not torch.is_grad_enabled():
+        with in_forward:
+            return function(*args, **kwargs)
+    devices = tuple(dict.fromkeys(t.device for t in _tensors(given, modules) if t.device.type not in ("cpu", "meta")))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if debug:
+        in_forward, in_replay = _traced(in_forward, in_replay)
+    fence = Fence(ModuleState(name, modules, None), devices, None)
+    call = Call(
+        name, function, args, kwargs, previous=[], fence=fence, modules=modules,
+        contexts=(lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",
+    )  # fmt: skip
+    recording = Recording(Region(path=name, policy=policy), devices=devices)
+    with in_forward:
+        result = recording.forward(
+            call, args, kwargs, Keeper.of(policy, name), frame if isinstance(frame, Filler) else None
+        )
+    call.check_unchanged()
+    fence.seal(set())
+    return result
+
+
+def _check_policy(policy: Policy) -> None:
+    for selector in policy.save if isinstance(policy, Recompute) else ():
+        if isinstance(selector, Modules) or (isinstance(selector, Ops) and selector.within is not None):
+            raise InputError(
+                f"{selector!r}: submodules have no path inside a bare call; use rf.attach on the model instead"
+            )
+
+
+def _contexts(context_fn: Callable[[], Contexts] | None) -> Contexts:
+    return context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+
+
+class _OpNames(TorchDispatchMode):
+    """The names of the operations that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _traced(in_forward: AbstractContextManager[Any], in_replay: AbstractContextManager[Any]) -> Contexts:
+    """The contexts with a record of the operations; an error in the replay then shows both records."""
+    first, again = _OpNames(), _OpNames()
+
+    @contextmanager
+    def forward() -> Iterator[None]:
+        with in_forward, first:
+            yield
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        try:
+            with in_replay, again:
+                yield
+        except ReplayMismatchError as error:
+            records = f"\nforward: {' '.join(first.names)}\nreplay: {' '.join(again.names)}"
+            raise ReplayMismatchError(f"{error}{records}") from error
+
+    return forward(), replay()
+
+
+def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    found = [owner] if isinstance(owner, nn.Module) else []
+    if not found and inspect.isfunction(function):
+        found = [cell.cell_contents for cell in function.__closure__ or () if isinstance(_content(cell), nn.Module)]
+    return list(dict.fromkeys(m for module in found for m in _torch.submodules(module)))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the variable isn't bound yet
+        return None
+
+
+def _tensors(given: list[Any], modules: list[nn.Module]) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    return tensors + [p for module in modules for p in _torch.own_parameters(module)]

@@ -1,0 +1,540 @@
+"""One region: a forward that keeps what the policy says, and a replay that computes the rest again.
+
+In forward, every tensor that autograd wants to save is replaced by an empty `Holder`; the region's `Recording` remembers
+the holders weakly, in order, and what is needed to run its calls again. The first holder that backward asks for makes the
+recording replay: it runs the calls again under a second pair of hooks, which hand the n-th saved tensor to the n-th holder,
+and stops after the last holder that is still alive.
+
+A recording may cover several calls (a run). Its replay treats each member of the run as the plan says: a member that saves
+has its holders filled at once; a member that recomputes becomes a recording of its own, whose holders stand behind those
+of the outer one. Nesting is nothing more than that, to any depth.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from reforward import _torch
+from reforward._errors import MutationError, ReplayMismatchError
+from reforward._plan import Node, Region, Run, leaves
+from reforward._policy import Save
+from reforward._runtime.fence import Fence, RngState
+from reforward._runtime.selective import Keeper
+
+
+class _Done(BaseException):
+    """Ends a replay when the last holder has its value. A BaseException, so that no `except Exception` in a model stops it."""
+
+
+class _Local(threading.local):
+    frame: Recorder | Filler | None = None
+    replays: int = 0
+
+
+_local = _Local()
+
+
+def is_replaying() -> bool:
+    """True while the calling thread computes a block again for backward.
+
+    For code in a model's forward that must act once per step, such as counters or logging.
+    """
+    return _local.replays > 0
+
+
+def current_frame() -> Recorder | Filler | None:
+    """What deals with the tensors saved by the block call that runs now; None outside of regions."""
+    return _local.frame
+
+
+class Holder:
+    """What autograd keeps in a tensor's place.
+
+    Attributes:
+        value: the tensor, once it is there.
+        inner: the holder of a nested recording that stands behind this one.
+    """
+
+    __slots__ = ("__weakref__", "_name", "_recording", "_version", "inner", "value")
+
+    def __init__(self, name: str, recording: Recording | None, value: torch.Tensor | None = None):
+        self._name = name
+        self._recording = recording
+        self.inner: Holder | None = None
+        self.value: torch.Tensor | None = None
+        self._version = 0
+        if value is not None:
+            self.fill(value)
+
+    def fill(self, value: torch.Tensor) -> None:
+        self.value = value.detach()
+        self._version = _torch.version(value)
+
+    def get(self) -> torch.Tensor:
+        """The tensor; computed again now if it isn't there.
+
+        Raises:
+            MutationError: it was changed in place since it was saved; autograd would refuse it as well.
+            ReplayMismatchError: the replay took another way than the forward did.
+        """
+        if self.value is None and self.inner is None and self._recording is not None:
+            self._recording.replay()
+        if self.inner is not None:
+            return self.inner.get()
+        if self.value is None:
+            raise ReplayMismatchError(
+                f"block {self._name!r}: the replay saved fewer tensors for backward than the forward did. Its forward must"
+                " do the same when it runs again: look for state that it changes, or leave this block out of the plan"
+            )
+        if _torch.version(self.value) != self._version:
+            raise MutationError(
+                f"block {self._name!r}: a tensor of shape {tuple(self.value.shape)} ({self.value.dtype}) needed for backward"
+                f" was changed by an in-place operation after it was saved (version {_torch.version(self.value)}, expected"
+                f" {self._version}); write the operation out of place, or move it behind the backward"
+            )
+        return self.value
+
+
+def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
+    return held.get() if isinstance(held, Holder) else held
+
+
+class _Previous:
+    """Stands for a leaf of the output of the call before."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class _Kept:
+    """A tensor argument: its memory, whether it wants a gradient, and its version when the call began."""
+
+    __slots__ = ("requires_grad", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()
+        self.requires_grad = tensor.requires_grad
+        self.version = _torch.version(tensor)
+
+    def fresh(self) -> torch.Tensor:
+        return self.tensor.detach().requires_grad_(self.requires_grad)
+
+
+class Call:
+    """One call of a block, with all that is needed to make it again.
+
+    Args:
+        name: the block, for messages.
+        function: what to call; never a region itself.
+        args, kwargs: of the call. Containers are taken apart, so that a block that changes its list or dict doesn't matter.
+        previous: leaves of the output of the call before, if this one belongs to the same run.
+        fence: the world before the call.
+        modules: the block's modules, each once; the first is the block itself.
+        contexts: further contexts for the replay.
+        early_stop: whether a replay may end after the last tensor that is needed.
+        check: whether shapes and types are compared with the forward's.
+    """
+
+    __slots__ = ("_leaves", "_structure", "check", "contexts", "early_stop", "fence", "function", "modules", "name")
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        previous: list[Any],
+        fence: Fence,
+        modules: list[torch.nn.Module],
+        contexts: Callable[[], AbstractContextManager[Any]] | None = None,
+        early_stop: bool = True,
+        check: bool = True,
+    ):
+        self.name = name
+        self.function = function
+        self.fence = fence
+        self.modules = modules
+        self.contexts = contexts
+        self.early_stop = early_stop
+        self.check = check
+        given, self._structure = _torch.flatten((args, kwargs))
+        positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
+        self._leaves = [
+            leaf
+            if not isinstance(leaf, torch.Tensor)
+            else _Previous(positions[id(leaf)])
+            if id(leaf) in positions
+            else _Kept(leaf)
+            for leaf in given
+        ]
+
+    def arguments(self, previous: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fresh arguments, cut off from the graph that made them.
+
+        Raises:
+            MutationError: an argument was changed in place since the call.
+        """
+        fresh: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, _Kept):
+                if _torch.version(leaf.tensor) != leaf.version:
+                    raise self._mutated(leaf, "after its forward")
+                leaf = leaf.fresh()
+            elif isinstance(leaf, _Previous):
+                given = previous[leaf.index]
+                leaf = given.detach().requires_grad_(given.requires_grad)
+            fresh.append(leaf)
+        return _torch.unflatten(fresh, self._structure)
+
+    def check_unchanged(self) -> None:
+        """To be called when the forward has ended.
+
+        Raises:
+            MutationError: the block changed an argument in place, so its value before is lost.
+        """
+        for leaf in self._leaves:
+            if isinstance(leaf, _Kept) and _torch.version(leaf.tensor) != leaf.version:
+                raise self._mutated(leaf, "in its own forward")
+
+    def _mutated(self, leaf: _Kept, when: str) -> MutationError:
+        return MutationError(
+            f"block {self.name!r}: an argument of shape {tuple(leaf.tensor.shape)} ({leaf.tensor.dtype}) was changed in place"
+            f" {when}, so the block can't be computed again from it; write that operation out of place, pass a clone, or"
+            " leave this block out of the plan"
+        )
+
+    def held_storages(self) -> set[int]:
+        """Storages that live whether or not this call is recorded, or that the recording holds anyway."""
+        keys = {_torch.storage_key(leaf.tensor) for leaf in self._leaves if isinstance(leaf, _Kept)}
+        for module in self.modules:
+            keys.update(_torch.storage_key(p) for p in _torch.own_parameters(module))
+            keys.update(_torch.storage_key(b) for b in _torch.own_buffers(module).values())
+        return keys
+
+    def previous_needed(self) -> set[int]:
+        """Which leaves of the output before it takes."""
+        return {leaf.index for leaf in self._leaves if isinstance(leaf, _Previous)}
+
+
+class Recording:
+    """A live region: its calls, and the holders of what they saved.
+
+    Args:
+        node: the plan's node that it carries out.
+        start: the leaf of the node that the first call belongs to.
+        entry: leaves of the output that the first call receives; only for recordings made in a replay.
+        devices: accelerators whose random streams the calls may draw from.
+    """
+
+    def __init__(
+        self, node: Node, *, start: int = 0, entry: list[Any] | None = None, devices: tuple[torch.device, ...] = ()
+    ):
+        self.node = node
+        self.start = start
+        self.calls: list[Call] = []
+        self._devices = devices
+        self._entry = entry or []
+        self._slots: list[list[tuple[weakref.ref[Holder], torch.Size, torch.dtype]]] = []
+        self._keepers: list[Keeper | None] = []
+
+    def forward(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keeper: Keeper | None,
+        sink: Filler | None = None,
+    ) -> Any:
+        """Runs a call for the first time, with the arguments as given.
+
+        Args:
+            keeper: keeps what the call's policy selects.
+            sink: the frame of an outer region's replay, if the call is made in one.
+        """
+        with self._recorder(call, keeper, sink=sink):
+            return call.function(*args, **kwargs)
+
+    def forward_again(self, call: Call, previous: list[Any], keeper: Keeper | None, sink: Filler) -> Any:
+        """Runs a call in the replay of an outer recording, whose holders then stand before this one's."""
+        if not self.calls:
+            needed = call.previous_needed()
+            self._entry = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if i in needed else None
+                for i, leaf in enumerate(previous)
+            ]
+        args, kwargs = call.arguments(previous)
+        with call.fence.rewound(), self._recorder(call, keeper, sink=sink):
+            return call.function(*args, **kwargs)
+
+    @contextmanager
+    def _recorder(self, call: Call, keeper: Keeper | None, sink: Filler | None) -> Iterator[None]:
+        self.calls.append(call)
+        self._slots.append([])
+        self._keepers.append(keeper)
+        recorder = Recorder(self, call, self._slots[-1], keeper, sink, self._entry_storages(len(self.calls) - 1))
+        with recorder.active():
+            yield
+        if keeper is not None:
+            keeper.drop_unneeded(len(self._slots[-1]))
+
+    def _entry_storages(self, index: int) -> set[int]:
+        """Storages that the recording holds for its first call beside the call's own."""
+        return {_torch.storage_key(t) for t in self._entry if isinstance(t, torch.Tensor)} if index == 0 else set()
+
+    def replay(self) -> None:
+        """Computes the calls again, up to the last holder that is still alive, and fills the holders.
+
+        Random streams are as before when it returns, also by an exception.
+        """
+        stop = self._last_needed()
+        if stop is None:
+            return
+        now = RngState.capture(self._devices)
+        _local.replays += 1
+        try:
+            with torch.enable_grad():
+                self._replay_until(stop)
+        except _Done:
+            pass
+        finally:
+            _local.replays -= 1
+            now.apply()
+        reference = weakref.ref(self)
+        _torch.at_end_of_backward(lambda: _release(reference))
+
+    def _last_needed(self) -> tuple[int, int] | None:
+        for index in range(len(self._slots) - 1, -1, -1):
+            for position in range(len(self._slots[index]) - 1, -1, -1):
+                if self._slots[index][position][0]() is not None:
+                    return index, position
+        return None
+
+    def _replay_until(self, stop: tuple[int, int]) -> None:
+        previous, index = self._entry, 0
+        for member, offset, count in _members(self.node, self.start, len(self.calls)):
+            nested = (
+                None
+                if member is self.node or _saves(member)
+                else Recording(member, start=offset, devices=self._devices)
+            )
+            for _ in range(count):
+                filler = Filler(
+                    self.calls[index],
+                    self._slots[index],
+                    stop=stop[1] if index == stop[0] and self.calls[index].early_stop else None,
+                    keeper=self._keepers[index] if nested is None else None,
+                    entry=self._entry_storages(index),
+                )
+                previous = _torch.flatten(self._make_again(self.calls[index], previous, filler, nested))[0]
+                filler.check_complete()
+                if index == stop[0]:
+                    return
+                index += 1
+
+    def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
+        with ExitStack() as stack:
+            if call.contexts is not None:
+                stack.enter_context(call.contexts())
+            if nested is not None:
+                return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next()), filler)
+            args, kwargs = call.arguments(previous)
+            stack.enter_context(call.fence.rewound())
+            stack.enter_context(filler.active())
+            return call.function(*args, **kwargs)
+
+    def policy_of_next(self) -> Any:
+        """The policy under which the next call is recorded: a leaf's own; inside a run nothing but the input is kept."""
+        return self.node.policy if isinstance(self.node, Region) else None
+
+    def release(self) -> None:
+        """Empties the holders that outlive a backward pass (retain_graph), so that memory is as before it."""
+        for slots in self._slots:
+            for reference, _, _ in slots:
+                holder = reference()
+                if holder is not None:
+                    holder.value = holder.inner = None
+
+
+def _release(reference: weakref.ref[Recording]) -> None:
+    recording = reference()
+    if recording is not None:
+        recording.release()
+
+
+def _saves(node: Node) -> bool:
+    return isinstance(node, Region) and isinstance(node.policy, Save)
+
+
+def _members(node: Node, start: int, count: int) -> Iterator[tuple[Node, int, int]]:
+    """The members of a node that `count` calls from leaf `start` on belong to: (member, its first leaf, calls)."""
+    if isinstance(node, Region):
+        yield node, 0, count
+        return
+    position = 0
+    for member in node.members:
+        size = sum(1 for _ in leaves(member))
+        first, last = max(start, position), min(start + count, position + size)
+        if first < last:
+            yield member, first - position, last - first
+        position += size
+
+
+class _Frame:
+    """Deals with the tensors that a running call saves.
+
+    Args:
+        entry: storages that the recording holds beside the call's own.
+    """
+
+    def __init__(self, call: Call, keeper: Keeper | None, entry: set[int]):
+        self.call = call
+        self.keeper = keeper
+        self._entry = entry
+        self._held: set[int] = set()
+
+    def pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        """What autograd keeps instead of the tensor."""
+        raise NotImplementedError
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, this frame deals with all that is saved in this thread."""
+        outer, _local.frame = _local.frame, self  # pyright: ignore[reportAttributeAccessIssue]
+        self._held = self.call.held_storages()  # not before: a replay exchanges the buffers
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self.selection():
+                yield
+        finally:
+            _local.frame = outer
+
+    def selection(self) -> AbstractContextManager[Any]:
+        """The context in which selected values are kept or answered."""
+        raise NotImplementedError
+
+
+class Recorder(_Frame):
+    """The frame of a forward: replaces tensors by holders.
+
+    Args:
+        slots: where the holders are remembered, in order.
+        sink: in a replay, the filler of the outer recording; its holders get this one's as their inner ones.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        call: Call,
+        slots: list[Any],
+        keeper: Keeper | None,
+        sink: Filler | None,
+        entry: set[int],
+    ):
+        super().__init__(call, keeper, entry)
+        self._recording = recording
+        self._slots = slots
+        self._sink = sink
+
+    def pack(self, tensor: torch.Tensor) -> Holder:
+        key = _torch.storage_key(tensor)
+        if key in self._held:
+            return Holder(self.call.name, None, tensor)
+        if key in self._entry:
+            holder = Holder(self.call.name, None, tensor)
+        else:
+            holder = Holder(self.call.name, self._recording)
+            self._slots.append((weakref.ref(holder), tensor.shape, tensor.dtype))
+        return self._passed_on(tensor, holder)
+
+    def pack_kept(self, tensor: torch.Tensor) -> Holder:
+        """For tensors saved inside a submodule that is kept whole: they aren't replayed."""
+        holder = Holder(self.call.name, None, tensor)
+        return holder if _torch.storage_key(tensor) in self._held else self._passed_on(tensor, holder)
+
+    def _passed_on(self, tensor: torch.Tensor, holder: Holder) -> Holder:
+        if self._sink is not None:
+            self._sink.put(tensor, holder)
+        return holder
+
+    @property
+    def saved(self) -> int:
+        """How many tensors were replaced so far."""
+        return len(self._slots)
+
+    def selection(self) -> AbstractContextManager[Any]:
+        return self.keeper.keeping(self) if self.keeper is not None else ExitStack()
+
+
+class Filler(_Frame):
+    """The frame of a replay: hands the tensors to the holders.
+
+    Args:
+        slots: the holders, in order.
+        stop: position of the last holder needed; None: the call is needed to its end.
+    """
+
+    def __init__(self, call: Call, slots: list[Any], *, stop: int | None, keeper: Keeper | None, entry: set[int]):
+        super().__init__(call, keeper, entry)
+        self._slots = slots
+        self._stop = stop
+        self._position = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach()
+        key = _torch.storage_key(tensor)
+        if key not in self._held and key not in self._entry:
+            self.put(value, None)
+        return value
+
+    def put(self, tensor: torch.Tensor, inner: Holder | None) -> None:
+        """Gives the next holder its tensor, or the holder of a nested recording that will have it.
+
+        Raises:
+            ReplayMismatchError: the forward saved another tensor here.
+        """
+        if self._position >= len(self._slots):
+            raise self._mismatch(f"saves more than the {len(self._slots)} tensors that the forward saved")
+        reference, shape, dtype = self._slots[self._position]
+        if self.call.check and (tensor.shape != shape or tensor.dtype != dtype):
+            raise self._mismatch(
+                f"saves a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) as number {self._position}, where the"
+                f" forward saved {tuple(shape)} ({dtype})"
+            )
+        holder = reference()
+        if holder is not None and inner is not None:
+            holder.inner = inner
+        elif holder is not None:
+            holder.fill(tensor)
+        self._position += 1
+        if self._stop is not None and self._position > self._stop:
+            raise _Done
+
+    def check_complete(self) -> None:
+        """To be called when the call has ended by itself.
+
+        Raises:
+            ReplayMismatchError: it saved fewer tensors than the forward did.
+        """
+        if self._position != len(self._slots):
+            raise self._mismatch(
+                f"saves {self._position} tensors for backward, where the forward saved {len(self._slots)}"
+            )
+
+    def _mismatch(self, fact: str) -> ReplayMismatchError:
+        kind = f" ({type(self.call.modules[0]).__name__})" if self.call.modules else ""
+        return ReplayMismatchError(
+            f"block {self.call.name!r}{kind}: its replay {fact}. Something that its forward depends on was changed between"
+            " forward and backward (an attribute, a container, a global); keep it unchanged, or leave this block out of the"
+            " plan"
+        )
+
+    def selection(self) -> AbstractContextManager[Any]:
+        return self.keeper.answering() if self.keeper is not None else ExitStack()

@@ -1,0 +1,365 @@
+"""Selected values of a call: kept in forward, handed back in the replay instead of being computed.
+
+What is selected is recognised where the user writes it, at the level of `torch.nn.functional` and tensor methods, by a
+function mode. Only while such a call runs, a dispatch mode looks at the operations that it becomes and keeps the outputs of
+those that compute something. In the replay the same call runs again, so that autograd saves the same tensors, but these
+operations return what was kept. So `scaled_dot_product_attention` is attention also where it becomes bmm, softmax, bmm.
+
+A value is named by submodule, family and ordinal, and checked by function and shapes: a reordering fails loudly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reforward import _patterns, _torch
+from reforward._errors import ReplayMismatchError
+from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._runtime.families import family_of
+from reforward._runtime.fence import RngState
+
+if TYPE_CHECKING:
+    from reforward._runtime.replay import Recorder
+
+_aten = torch.ops.aten
+# What the runtime's own hooks do while a call saves tensors; not part of the call.
+_detach = _aten.detach.default
+# They move data or reserve memory: running them again costs less than keeping what they return.
+_MOVES = {
+    _aten.clone.default, _aten._to_copy.default, _aten.copy_.default, _aten.empty_like.default,
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.new_empty.default, _aten.new_empty_strided.default,
+}  # fmt: skip
+
+_Key = tuple[str, str, int]
+
+
+@dataclass
+class _Output:
+    """A kept tensor, or a result that isn't one."""
+
+    value: Any
+    requires_grad: bool = False
+    version: int = 0
+
+    @classmethod
+    def of(cls, value: Any, alias: Callable[[torch.Tensor], torch.Tensor]) -> _Output:
+        if not isinstance(value, torch.Tensor):
+            return cls(value)
+        return cls(alias(value), value.requires_grad, _torch.version(value))
+
+    @property
+    def intact(self) -> bool:
+        return not isinstance(self.value, torch.Tensor) or _torch.version(self.value) == self.version
+
+    def fresh(self) -> Any:
+        return (
+            self.value.detach().requires_grad_(self.requires_grad)
+            if isinstance(self.value, torch.Tensor)
+            else self.value
+        )
+
+
+@dataclass
+class _KeptOp:
+    """One operation: its outputs, and where it left the random stream if it draws."""
+
+    func: Any
+    outputs: list[_Output]
+    in_place: bool
+    rng: RngState | None
+
+
+@dataclass
+class _KeptCall:
+    """One call of a selected function: its kept operations by position.
+
+    Attributes:
+        saved_before: tensors that autograd had saved before it, to tell whether a replay ever gets here.
+    """
+
+    func: Any
+    saved_before: int
+    ops: dict[int, _KeptOp] = field(default_factory=dict)
+
+    def seal(self) -> None:
+        """In-place operations of the same call (dropout's division of its mask) belong to the kept values."""
+        for op in self.ops.values():
+            for output in op.outputs:
+                if isinstance(output.value, torch.Tensor):
+                    output.version = _torch.version(output.value)
+
+    @property
+    def intact(self) -> bool:
+        return all(output.intact for op in self.ops.values() for output in op.outputs)
+
+
+@dataclass
+class _KeptModule:
+    """One call of a selected submodule: its whole output."""
+
+    outputs: list[_Output]
+    structure: Any
+    rng: RngState
+    saved_before: int
+
+    @property
+    def intact(self) -> bool:
+        return all(output.intact for output in self.outputs)
+
+
+class Keeper:
+    """The values that a policy selects in one call of a block.
+
+    Args:
+        save: the policy's selectors.
+        name: the block, for messages.
+    """
+
+    def __init__(self, save: tuple[Ops | Modules, ...], name: str = ""):
+        self._ops = [s for s in save if isinstance(s, Ops)]
+        self._modules = [s.pattern for s in save if isinstance(s, Modules)]
+        self._name = name
+        self._calls: dict[_Key, _KeptCall] = {}
+        self._kept_modules: dict[_Key, _KeptModule] = {}
+        self._pass = _Pass()
+
+    @classmethod
+    def of(cls, policy: Policy | None, name: str = "") -> Keeper | None:
+        """A keeper for the policy; None if it selects nothing."""
+        return cls(policy.save, name) if isinstance(policy, Recompute) and policy.save else None
+
+    @contextmanager
+    def keeping(self, frame: Recorder) -> Iterator[None]:
+        """The context of the forward."""
+        self._pass = _Pass(frame=frame)
+        with _Families(self, self._keep):
+            yield
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """The context of the replay."""
+        self._pass = _Pass()
+        with _Families(self, self._answer):
+            yield
+
+    def drop_unneeded(self, saved: int) -> None:
+        """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not needed."""
+        self._pass = _Pass()
+        self._calls = {key: call for key, call in self._calls.items() if call.saved_before < saved}
+        self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
+
+    def selects(self, family: str) -> bool:
+        """Whether the outputs of this family are kept where the call is now."""
+        if self._pass.whole:
+            return False
+        return any(
+            ops.family == family
+            and (ops.within is None or any(_patterns.matches(ops.within, path) for path in self._pass.scopes))
+            for ops in self._ops
+        )
+
+    # Functions -----------------------------------------------------------------------------------------------------------
+
+    def _keep(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
+        frame = self._pass.frame
+        assert frame is not None
+        kept = _KeptCall(func, frame.saved)
+        with _KeepOps(kept, family):
+            result = func(*args, **kwargs)
+        kept.seal()
+        self._calls[self._pass.next_key(family)] = kept
+        return result
+
+    def _answer(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
+        key = self._pass.next_key(family)
+        kept = self._calls.get(key)
+        if kept is None or not kept.intact:  # behind the last saved tensor, or overwritten since: compute it
+            return func(*args, **kwargs)
+        if kept.func is not func:
+            raise self._mismatch(key, f"calls {_name(func)}, where the forward called {_name(kept.func)}")
+        with _AnswerOps(kept, lambda fact: self._mismatch(key, fact)):
+            return func(*args, **kwargs)
+
+    # Submodules ----------------------------------------------------------------------------------------------------------
+
+    def call_submodule(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a submodule that a selector of the policy may name."""
+        with self._pass.within(path):
+            if self._pass.whole or not any(_patterns.matches(pattern, path) for pattern in self._modules):
+                return function(*args, **kwargs)
+            key = self._pass.next_key("module")
+            with self._pass.as_a_whole():
+                if self._pass.frame is not None:
+                    return self._keep_submodule(key, function, args, kwargs)
+                return self._answer_submodule(key, function, args, kwargs)
+
+    def _keep_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        frame = self._pass.frame
+        assert frame is not None
+        saved_before = frame.saved
+        with torch.autograd.graph.saved_tensors_hooks(frame.pack_kept, lambda holder: holder.get()):
+            result = function(*args, **kwargs)
+        flat, structure = _torch.flatten(result)
+        devices = tuple(
+            {t.device for t in flat if isinstance(t, torch.Tensor) and t.device.type not in ("cpu", "meta")}
+        )
+        outputs = [_Output.of(leaf, torch.Tensor.detach) for leaf in flat]
+        self._kept_modules[key] = _KeptModule(outputs, structure, RngState.capture(devices), saved_before)
+        return result
+
+    def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        kept = self._kept_modules.get(key)
+        if kept is not None and kept.intact:
+            kept.rng.apply()
+            return _torch.unflatten([output.fresh() for output in kept.outputs], kept.structure)
+        # Its output was overwritten since. What it saves was kept all the same, so nothing of it is counted.
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+            return function(*args, **kwargs)
+
+    def _mismatch(self, key: _Key, fact: str) -> ReplayMismatchError:
+        path, family, ordinal = key
+        return ReplayMismatchError(
+            f"block {self._name!r}: call {ordinal} of family {family!r}{f' in {path!r}' if path else ''} {fact} when it runs"
+            " again; a value that is kept can't be matched. Keep the block's control flow unchanged between forward and"
+            " backward, or recompute it in full"
+        )
+
+
+class _Pass:
+    """Where one pass over the block is: submodule, ordinals; `frame` is set in forward."""
+
+    def __init__(self, frame: Recorder | None = None):
+        self.frame = frame
+        self.scopes: list[str] = []
+        self.whole = False
+        self._ordinals: dict[tuple[str, str], int] = {}
+
+    def next_key(self, family: str) -> _Key:
+        place = (self.scopes[-1] if self.scopes else "", family)
+        ordinal = self._ordinals.get(place, 0)
+        self._ordinals[place] = ordinal + 1
+        return (*place, ordinal)
+
+    @contextmanager
+    def within(self, path: str) -> Iterator[None]:
+        self.scopes.append(path)
+        try:
+            yield
+        finally:
+            self.scopes.pop()
+
+    @contextmanager
+    def as_a_whole(self) -> Iterator[None]:
+        """While a submodule is kept whole, nothing inside it is kept by itself."""
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
+
+
+class _Families(TorchFunctionMode):
+    """Sends calls of selected families to `handle`."""
+
+    def __init__(self, keeper: Keeper, handle: Callable[[str, Any, Any, Any], Any]):
+        super().__init__()
+        self._keeper = keeper
+        self._handle = handle
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        family = family_of(func)
+        if family is None or not self._keeper.selects(family):
+            return func(*args, **(kwargs or {}))
+        return self._handle(family, func, args, kwargs or {})
+
+
+def _worth_keeping(func: Any, family: str) -> bool:
+    if func in _MOVES:
+        return False
+    return family == "elementwise" or torch.Tag.pointwise not in func.tags or _draws(func)
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_in_place(func: Any) -> bool:
+    return func.__name__.split(".")[0].endswith("_") and not func.__name__.startswith("__")
+
+
+class _KeepOps(TorchDispatchMode):
+    """Keeps what the operations of one call compute."""
+
+    def __init__(self, kept: _KeptCall, family: str):
+        super().__init__()
+        self._kept = kept
+        self._family = family
+        self._index = -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _detach:
+            return result
+        self._index += 1
+        in_place = _is_in_place(func)
+        if _worth_keeping(func, self._family) and (not in_place or _draws(func)):
+            inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
+            tensors = _torch.tensors_in(result)
+            if in_place or not any(_torch.storage_key(t) in inputs for t in tensors):
+                outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
+                rng = RngState.capture(_devices(tensors)) if _draws(func) else None
+                self._kept.ops[self._index] = _KeptOp(func, outputs, in_place, rng)
+        return result
+
+
+class _AnswerOps(TorchDispatchMode):
+    """Returns what was kept instead of running the operations of one call."""
+
+    def __init__(self, kept: _KeptCall, mismatch: Callable[[str], ReplayMismatchError]):
+        super().__init__()
+        self._kept = kept
+        self._mismatch = mismatch
+        self._index = -1
+        self._answered: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _detach:
+            return func(*args, **(kwargs or {}))
+        self._index += 1
+        op = self._kept.ops.get(self._index)
+        if op is None:
+            if _is_in_place(func) and _torch.storage_key(args[0]) in self._answered:
+                return args[0]  # the kept value has it already
+            return func(*args, **(kwargs or {}))
+        if op.func is not func:
+            raise self._mismatch(f"becomes {func}, where it became {op.func}")
+        if op.rng is not None:
+            op.rng.apply()
+        if op.in_place:
+            result = args[0].set_(op.outputs[0].value)
+        else:
+            result = self._rebuilt(op)
+        self._answered.update(_torch.storage_key(t) for t in _torch.tensors_in(result))
+        return result
+
+    @staticmethod
+    def _rebuilt(op: _KeptOp) -> Any:
+        values = [
+            _torch.alias_below_autograd(o.value) if isinstance(o.value, torch.Tensor) else o.value for o in op.outputs
+        ]
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+def _devices(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
+    return tuple({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
