@@ -1,4 +1,5 @@
 import json
+import sys
 import textwrap
 
 import pytest
@@ -85,7 +86,7 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "user_script.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "user_script", raising=False)
+    monkeypatch.delitem(sys.modules, "user_script", raising=False)
 
 
 def load_function(name, **options):

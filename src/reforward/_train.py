@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from reforward._errors import StepError
 from reforward._step import Step
 
 
@@ -30,9 +31,21 @@ def train(step: Step, steps: int, batches: Iterator[Any] | None = None) -> Itera
     """Takes optimizer steps, one each time the iterator is advanced.
 
     Args:
-        step: must have an optimizer, else the gradients pile up.
+        step: the loss and the optimizer.
+        steps: how many to take at most.
         batches: one is drawn per step; None: the step's own batches, in turn.
+
+    Raises:
+        StepError: at once, if there are steps to take and no optimizer to take them.
     """
+    if steps and step.optimizer is None:
+        raise StepError(
+            "the step has no optimizer, so it can't be trained; give it one (--optimizer), or take no steps (--steps 0)"
+        )
+    return _train(step, steps, batches)
+
+
+def _train(step: Step, steps: int, batches: Iterator[Any] | None) -> Iterator[TrainedStep]:
     variants = itertools.cycle(range(step.variants))
     for _ in range(steps):
         started = time.perf_counter()

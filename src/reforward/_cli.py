@@ -1,0 +1,102 @@
+"""The command `reforward`: parses, calls, prints.
+
+What a command calls is imported when it is called, so that `--help` is instant.
+
+Exit codes: 0 all is well; 1 the proof failed; 2 the input can't be used; 3 no plan fits the budget; 130 interrupted.
+Anything else that goes wrong is a bug, here or in the model: its traceback is shown and the code is 70.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
+
+from reforward import __version__
+from reforward._errors import BudgetError, ReforwardError
+from reforward._options import ModelOptions
+
+OK, PROOF_FAILED, BAD_INPUT, BUDGET_TOO_SMALL, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
+
+Options = Annotated[ModelOptions, Parameter(name="*")]
+_EMBEDDED = ModelOptions()
+
+app = App(
+    name="reforward",
+    help="Fits a training step into a memory budget, and proves it exact.",
+    version=__version__,
+    suppress_keyboard_interrupt=False,  # `main` says one line and gives the exit code
+)
+
+
+@app.command
+def fit(
+    options: Options = _EMBEDDED,
+    *,
+    budget: str = "60%",
+    steps: Annotated[int, Parameter(validator=Number(gte=0))] = 8,
+    out: Path = Path("reforward-out"),
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Find the fastest plan that fits the budget, prove it exact, and train under it.
+
+    Parameters
+    ----------
+    budget
+        Peak bytes of the step: `6GiB`, `900MB`, `60%` (of the plain step's peak) or `60%device`.
+    steps
+        Optimizer steps to take under the plan.
+    out
+        Directory for plan.json, report.png and measurements.json.
+    json
+        Print one JSON document on stdout and nothing else.
+    """
+    from reforward._fit import fit_report
+    from reforward._load import load
+    from reforward._report import files, tables
+    from reforward._report.screen import Screen
+    from reforward._runtime import attached
+    from reforward._train import train
+
+    directory = files.make_directory(out)
+    with Screen(as_json=json) as screen:
+        screen.progress("building the model", 0.0)
+        loaded = load(options)
+        training = train(loaded.step, steps, loaded.batches)
+        report = fit_report(loaded.model, loaded.step, budget, progress=screen.progress)
+        screen.show(tables.fit_tables(report))
+        taken = []
+        if not report.proof.differences:
+            with attached(loaded.model, report.plan):
+                for step in training:
+                    taken.append(step)
+                    screen.show(tables.training_line(len(taken), steps, step))
+        written = files.write_files(directory, loaded.name, report, taken, remark=screen.remark)
+        screen.show(tables.files_line(written))
+        screen.document(files.fit_document(loaded.name, report, taken))
+    return PROOF_FAILED if report.proof.differences else OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    try:
+        return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or OK
+    except BudgetError as error:
+        return _fail(error, BUDGET_TOO_SMALL)
+    except (ReforwardError, CycloptsError) as error:
+        return _fail(error, BAD_INPUT)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        return BUG
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"reforward: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,105 @@
+"""The files that `reforward fit` leaves: plan.json, measurements.json, report.png; and the document within them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reforward._errors import InputError
+from reforward._report.plot import save_plot
+
+if TYPE_CHECKING:
+    from reforward._fit import FitReport, Prediction, Proof
+    from reforward._measure import Measurement
+    from reforward._train import TrainedStep
+
+PLAN, MEASUREMENTS, PICTURE = "plan.json", "measurements.json", "report.png"
+_NO_PICTURE = f"{PICTURE} wasn't drawn: matplotlib isn't installed (pip install 'reforward[plot]')"
+
+
+def make_directory(path: Path) -> Path:
+    """The directory for the files, made if it isn't there.
+
+    Raises:
+        InputError: it can't be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"can't make the directory {str(path)!r}: {error.strerror}; give another one with --out"
+        ) from error
+    return path
+
+
+def write_files(
+    directory: Path, name: str, report: FitReport, training: Sequence[TrainedStep], *, remark: Callable[[str], None]
+) -> list[Path]:
+    """Writes all files and returns their paths; without matplotlib there is no picture, and a remark says so."""
+    report.plan.to_json(directory / PLAN)
+    text = json.dumps(fit_document(name, report, training, timelines=True))
+    (directory / MEASUREMENTS).write_text(text + "\n", encoding="utf-8")
+    written = [directory / PLAN, directory / MEASUREMENTS]
+    try:
+        save_plot(report, directory / PICTURE)
+    except ImportError:
+        remark(_NO_PICTURE)
+        return written
+    return [*written, directory / PICTURE]
+
+
+def fit_document(
+    name: str, report: FitReport, training: Sequence[TrainedStep], *, timelines: bool = False
+) -> dict[str, Any]:
+    """The whole report as plain JSON data; sizes in bytes, durations in seconds.
+
+    Args:
+        name: what the model is called.
+        report: what `fit` found.
+        training: the steps taken under the plan.
+        timelines: whether to include the memory timelines, which are long.
+    """
+    return {
+        "model": name,
+        "budget_bytes": report.budget_bytes,
+        "plan": json.loads(report.plan.to_json()),
+        "solver": {"status": report.solver_status, "gap": report.solver_gap, "seconds": report.solver_seconds},
+        "breakdown_bytes": dict(report.breakdown),
+        "plain": _side(report.predicted_plain, report.measured_plain, timelines),
+        "planned": _side(report.predicted_planned, report.measured_planned, timelines),
+        "proof": proof_document(report.proof),
+        "frontier": [
+            {"budget_bytes": point.budget_bytes, "peak_bytes": point.peak_bytes, "seconds": point.seconds}
+            for point in report.frontier
+        ],
+        "training": [{"loss": taken.loss, "seconds": taken.seconds} for taken in training],
+    }
+
+
+def proof_document(proof: Proof) -> dict[str, Any]:
+    """A proof as plain JSON data."""
+    return {
+        "identical": not proof.differences,
+        "scope": proof.scope,
+        "losses": proof.losses,
+        "gradients": proof.gradients,
+        "buffers": proof.buffers,
+        "rng_states": proof.rng_states,
+        "differences": list(proof.differences),
+    }
+
+
+def _side(predicted: Prediction, measured: Measurement | None, timelines: bool) -> dict[str, Any]:
+    side: dict[str, Any] = {"predicted": {"peak_bytes": predicted.peak_bytes, "seconds": predicted.seconds}}
+    if measured is None:
+        return {**side, "measured": None}
+    side["measured"] = {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds}
+    if timelines:
+        side["measured"]["timeline"] = [list(point) for point in measured.timeline]
+    side["error"] = {
+        "peak": predicted.peak_bytes / measured.peak_bytes - 1,
+        "seconds": predicted.seconds / measured.seconds - 1,
+    }
+    return side

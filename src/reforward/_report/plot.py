@@ -1,0 +1,73 @@
+"""The picture: memory over the step, and time against memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reforward._units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from reforward._fit import FitReport
+
+_PLAIN, _PLANNED, _BUDGET = "#8a8f98", "#1f6feb", "#d1242f"
+
+
+def save_plot(report: FitReport, path: Path) -> None:
+    """Writes the report's picture as PNG.
+
+    Raises:
+        ImportError: matplotlib, an optional dependency, isn't installed.
+    """
+    # The figure is made without pyplot: no window system and no global state of the user's session is touched.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    timeline, frontier = figure.subplots(1, 2)
+    _draw_timeline(timeline, report)
+    _draw_frontier(frontier, report)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_timeline(axes: Axes, report: FitReport) -> None:
+    measured = (("plain", report.measured_plain, _PLAIN), ("planned", report.measured_planned, _PLANNED))
+    for name, measurement, color in measured:
+        if measurement is None or not measurement.timeline:
+            continue
+        seconds, sizes = zip(*measurement.timeline, strict=True)
+        label = f"{name}: peak {format_bytes(measurement.peak_bytes)}"
+        axes.step(seconds, sizes, where="post", color=color, linewidth=1.2, label=label)
+        axes.fill_between(seconds, sizes, step="post", color=color, alpha=0.15)
+    label = f"budget: {format_bytes(report.budget_bytes)}"
+    axes.axhline(report.budget_bytes, color=_BUDGET, linestyle="--", linewidth=1.2, label=label)
+    axes.set(title="Memory over one step, measured", xlabel="seconds", ylabel="bytes in use", ylim=(0, None))
+    _finish(axes)
+    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+
+
+def _draw_frontier(axes: Axes, report: FitReport) -> None:
+    points = sorted((point.peak_bytes, point.seconds) for point in report.frontier)
+    if points:
+        peaks, seconds = zip(*points, strict=True)
+        axes.plot(peaks, seconds, "o-", color=_PLANNED, markersize=4, linewidth=1, label="best plans, predicted")
+    plain, chosen = report.predicted_plain, report.predicted_planned
+    axes.plot(plain.peak_bytes, plain.seconds, "s", color=_PLAIN, markersize=8, label="plain, predicted")
+    axes.plot(chosen.peak_bytes, chosen.seconds, "*", color=_PLANNED, markersize=16, label="chosen, predicted")
+    measured = (("plain", report.measured_plain, _PLAIN), ("chosen", report.measured_planned, _PLANNED))
+    for name, measurement, color in measured:
+        if measurement is not None:
+            label = f"{name}, measured"
+            axes.plot(measurement.peak_bytes, measurement.seconds, "x", color=color, markersize=9, label=label)
+    axes.axvline(report.budget_bytes, color=_BUDGET, linestyle="--", linewidth=1.2, label="budget")
+    axes.set(title="Time against memory", xlabel="peak bytes of the step", ylabel="seconds per step")
+    _finish(axes)
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)

@@ -1,0 +1,150 @@
+"""The report on the terminal, as rich renderables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reforward._plan import Plan
+from reforward._report.fold import plan_rows, stack_totals
+from reforward._units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from reforward._fit import FitReport, Proof
+    from reforward._train import TrainedStep
+
+_LABELS = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "batch": "batch",
+    "head": "activations of the loss head",
+    "temporaries": "temporaries",
+}
+_BLOCK = "block:"
+_BAR_WIDTH = 24
+_DIFFERENCES_SHOWN = 10
+
+
+def fit_tables(report: FitReport) -> RenderableType:
+    """Everything that `fit` found, in sections."""
+    return Group(
+        breakdown_table(report.breakdown),
+        "",
+        plan_table(report.plan, report.profile.blocks),
+        _solver_line(report),
+        "",
+        comparison_table(report),
+        "",
+        proof_text(report.proof),
+    )
+
+
+def breakdown_table(breakdown: Mapping[str, int]) -> RenderableType:
+    """Where the peak of the plain step comes from, its blocks summed per stack."""
+    blocks = {name.removeprefix(_BLOCK): size for name, size in breakdown.items() if name.startswith(_BLOCK)}
+    parts = [(_LABELS.get(name, name), size) for name, size in breakdown.items() if not name.startswith(_BLOCK)]
+    parts += [
+        (f"activations of {row.label}" + (f" ({row.blocks} blocks)" if row.blocks > 1 else ""), size)
+        for row, size in stack_totals(blocks)
+    ]
+    total = sum(breakdown.values())
+    table = _table("Where the peak of the plain step comes from", "part", ">bytes", ">share", "")
+    for label, size in sorted(parts, key=lambda part: -part[1]):
+        if size:
+            share = size / total
+            bar = Text("█" * max(1, round(share * _BAR_WIDTH)), style="cyan")
+            table.add_row(label, format_bytes(size), f"{share:.1%}", bar)
+    table.add_section()
+    table.add_row("peak", format_bytes(total), "", "", style="bold")
+    return table
+
+
+def plan_table(plan: Plan, blocks: Sequence[str] = ()) -> RenderableType:
+    """The plan, consecutive blocks with the same treatment in one row."""
+    table = _table("The plan", "blocks", ">count", "treatment")
+    for row in plan_rows(plan, blocks):
+        table.add_row(row.label, str(row.blocks), row.treatment)
+    return table
+
+
+def comparison_table(report: FitReport) -> RenderableType:
+    """Peak and time of the plain and the planned step, predicted and measured."""
+    plain, planned = report.predicted_plain, report.predicted_planned
+    plain_run, planned_run = report.measured_plain, report.measured_planned
+    table = _table(f"The step, budget {format_bytes(report.budget_bytes)}", "", ">predicted", ">measured", ">error")
+    for name, predicted, run in (("plain", plain, plain_run), ("planned", planned, planned_run)):
+        table.add_row(f"peak, {name}", *_compared(format_bytes, predicted.peak_bytes, run and run.peak_bytes))
+    for name, predicted, run in (("plain", plain, plain_run), ("planned", planned, planned_run)):
+        table.add_row(f"time, {name}", *_compared(format_seconds, predicted.seconds, run and run.seconds))
+    saving, slowdown = 1 - planned.peak_bytes / plain.peak_bytes, planned.seconds / plain.seconds
+    saving_run = slowdown_run = None
+    if plain_run is not None and planned_run is not None:
+        saving_run = 1 - planned_run.peak_bytes / plain_run.peak_bytes
+        slowdown_run = planned_run.seconds / plain_run.seconds
+    table.add_section()
+    table.add_row("memory saved", *_compared("{:.1%}".format, saving, saving_run), style="bold")
+    table.add_row("slowdown", *_compared("{:.3f} ×".format, slowdown, slowdown_run), style="bold")
+    return table
+
+
+def proof_text(proof: Proof) -> RenderableType:
+    """How many values were compared with the plain step's, and which differ."""
+    counts = ", ".join(
+        _counted(count, noun)
+        for count, noun in (
+            (proof.losses, "loss"),
+            (proof.gradients, "gradient"),
+            (proof.buffers, "buffer"),
+            (proof.rng_states, "RNG state"),
+        )
+    )
+    if not proof.differences:
+        return Text.assemble(("Proof ", "bold"), (f"({proof.scope}): ", ""), counts, (": all bit-identical", "green"))
+    shown = [f"  {difference}" for difference in proof.differences[:_DIFFERENCES_SHOWN]]
+    more = len(proof.differences) - len(shown)
+    lines = [*shown, f"  and {more} more"] if more else shown
+    head = Text.assemble(("Proof failed ", "bold red"), f"({proof.scope}): of {counts}, these differ")
+    return Group(head, *lines)
+
+
+def training_line(number: int, steps: int, taken: TrainedStep) -> RenderableType:
+    """One step of the training under the plan."""
+    return f"step {number}/{steps}   loss {taken.loss:.4f}   {format_seconds(taken.seconds)}"
+
+
+def files_line(paths: Sequence[Path]) -> RenderableType:
+    """Where the files are."""
+    return f"written: {', '.join(str(path) for path in paths)}"
+
+
+def _compared(text: Callable[[float], str], predicted: float, measured: float | None) -> tuple[str, str, str]:
+    """A prediction, its measurement and its signed relative error: +1.3% if it was too high."""
+    if measured is None:
+        return text(predicted), "not run", ""
+    return text(predicted), text(measured), f"{predicted / measured - 1:+.1%}" if measured else ""
+
+
+def _solver_line(report: FitReport) -> Text:
+    text = f"solver: {report.solver_status}, gap {report.solver_gap:.2%}, {format_seconds(report.solver_seconds)}"
+    return Text(text, style="dim")
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose columns are set flush right where the header starts with `>`."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def _counted(count: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{count} {noun if count == 1 else plural}"
