@@ -257,7 +257,7 @@ def _is_substantial(module: nn.Module) -> bool:
     """Whether it computes more than one plain layer does: it has parts, or several weights of its own."""
     if _children(module):
         return _weights(module) > 0
-    return isinstance(module, nn.RNNBase) or (not isinstance(module, nn.Embedding) and _weights(module) >= 2)
+    return isinstance(module, nn.RNNBase) or sum(p.dim() >= 2 for p in module.parameters(recurse=False)) >= 2
 
 
 def _is_edge(name: str, module: nn.Module) -> bool:
