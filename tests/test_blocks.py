@@ -136,6 +136,18 @@ def test_twelve_architectures():
     assert len(ARCHITECTURES) == 12
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_equal_seeds_build_equal_cases(name: str):
+    before = torch.get_rng_state()
+    losses = []
+    for seed in (1, 1, 2):
+        case = build(name, seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        losses.append(case.loss().item())
+        torch.set_rng_state(before)
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_stacks_have_their_own_counters():
     blocks = find_blocks(build("whisper").model)
     assert [(block.stack, block.index, block.stack_size) for block in blocks] == [

@@ -1,0 +1,163 @@
+"""A plan survives its file; what isn't a plan is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reforward._errors import InputError, PlanError
+from reforward._plan import FORMAT, Plan, Region, Run, leaves
+from reforward._policy import FAMILIES, Modules, Ops, Recompute, Save, selectors
+
+EXAMPLE = Plan(
+    nodes=(
+        Region(path="layers.0", policy=Recompute(save=("matmul", "*.gate"))),
+        Run(members=(Run(members=(Region(path="layers.1", policy=Save()),)), Region(path="layers.2", policy=Save()))),
+    ),
+    model_type="GPT",
+    predicted_peak_bytes=1024,
+    predicted_seconds=0.25,
+)
+
+patterns = st.text(min_size=1, max_size=12)
+policies = st.just(Save()) | st.builds(
+    Recompute,
+    save=st.lists(
+        st.builds(Ops, family=st.sampled_from(FAMILIES), within=st.none() | patterns)
+        | st.builds(Modules, pattern=patterns),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    paths = (f"block.{i}" for i in range(1000))
+    regions = st.builds(
+        lambda policy, kind: Region(path=next(paths), policy=policy, module_type=kind), policies, st.none() | patterns
+    )
+    nodes = st.recursive(
+        regions, lambda inner: st.builds(lambda m: Run(members=tuple(m)), st.lists(inner, min_size=1, max_size=3)),
+        max_leaves=6,
+    )  # fmt: skip
+    numbers = st.none() | st.integers(0, 2**50)
+    seconds = st.none() | st.floats(0, 1e6)
+    return Plan(
+        nodes=tuple(draw(st.lists(nodes, max_size=4))),
+        model_type=draw(st.none() | patterns),
+        when=draw(st.sampled_from(["grad", "training"])),
+        exactness=draw(st.sampled_from(["bitwise", "rounding"])),
+        budget_bytes=draw(numbers),
+        predicted_peak_bytes=draw(numbers),
+        predicted_seconds=draw(seconds),
+        predicted_plain_peak_bytes=draw(numbers),
+        predicted_plain_seconds=draw(seconds),
+    )
+
+
+@given(plans())
+def test_a_plan_survives_json(plan: Plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest()
+
+
+def test_a_plan_survives_its_file(tmp_path: Path):
+    EXAMPLE.to_json(tmp_path / "plan.json")
+    assert Plan.from_json(tmp_path / "plan.json") == EXAMPLE
+    assert Plan.from_json(str(tmp_path / "plan.json")) == EXAMPLE
+
+
+def test_regions_come_in_the_order_of_the_calls():
+    assert [region.path for region in EXAMPLE.regions()] == ["layers.0", "layers.1", "layers.2"]
+    assert [leaf.path for leaf in leaves(EXAMPLE.nodes[1])] == ["layers.1", "layers.2"]
+
+
+def test_the_digest_depends_on_what_runs_and_on_nothing_else():
+    renamed = Plan(nodes=EXAMPLE.nodes, model_type="other", budget_bytes=5)
+    assert renamed.digest() == EXAMPLE.digest()
+    assert Plan(nodes=EXAMPLE.nodes[:1]).digest() != EXAMPLE.digest()
+    assert Plan(nodes=EXAMPLE.nodes, when="training").digest() != EXAMPLE.digest()
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({**json.loads(EXAMPLE.to_json()), **fields})
+
+
+REGION = {"is": "region", "path": "a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "isn't a plan"),
+        ("{}", "missing required field `nodes`"),
+        (changed(colour="red"), "unknown field `colour`"),
+        (changed(when="always"), "Invalid enum value 'always'"),
+        (changed(budget_bytes="6GiB"), "Expected `int"),
+        (changed(format=FORMAT + 1), rf"format {FORMAT + 1}; this version reads format {FORMAT}"),
+        (changed(nodes=[{"is": "stage", "path": "a"}]), "Invalid value 'stage'"),
+        (changed(nodes=[{**REGION, "policy": {"is": "offload"}}]), "Invalid value 'offload'"),
+        (changed(nodes=[{**REGION, "policy": {"is": "save", "rate": 1}}]), "unknown field `rate`"),
+        (changed(nodes=[REGION]), "missing required field `policy`"),
+        (changed(nodes=[{"is": "run", "members": []}]), "at least one member"),
+        (changed(nodes=[{**REGION, "policy": {"is": "save"}}] * 2), "'a' stands in two nodes"),
+        (
+            changed(nodes=[{**REGION, "policy": {"is": "recompute", "save": [{"is": "ops", "family": "sort"}]}}]),
+            "no family of operations 'sort'",
+        ),
+    ],
+)
+def test_what_is_not_a_plan_is_refused(text: str, message: str):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_file_that_can_not_be_read(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"can't read a plan from '.*missing.json'"):
+        Plan.from_json(tmp_path / "missing.json")
+    with pytest.raises(PlanError, match="can't read a plan"):
+        Plan.from_json(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(PlanError, match="can't read a plan"):
+        Plan.from_json(tmp_path / "binary")
+
+
+def test_a_plan_names_each_block_once():
+    region = Region(path="a", policy=Save())
+    with pytest.raises(PlanError, match="'a' stands in two nodes"):
+        Plan(nodes=(region, Run(members=(region,))))
+    with pytest.raises(PlanError, match="at least one member"):
+        Run(members=())
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        ("matmul", (Ops(family="matmul"),)),
+        ("*.mlp", (Modules(pattern="*.mlp"),)),
+        ("layers.0", (Modules(pattern="layers.0"),)),
+        (["norm", Ops(family="conv", within="*.a")], (Ops(family="norm"), Ops(family="conv", within="*.a"))),
+        ([], ()),
+    ],
+)
+def test_selectors_from_text(given_: object, expected: tuple):
+    assert selectors(given_) == expected
+    assert Recompute(save=given_).save == expected
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"), [("mlp", r"write '\*.mlp'"), ([3], "not 3"), ("sort", "neither a family")]
+)
+def test_selectors_that_select_nothing_known(given_: object, message: str):
+    with pytest.raises(InputError, match=message):
+        Recompute(save=given_)
+
+
+def test_places_are_values():
+    with pytest.raises(InputError, match="a place is"):
+        Recompute(at="host")
