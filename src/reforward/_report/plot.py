@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reforward._units import format_bytes, format_seconds
+from reforward._units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,39 +32,44 @@ def save_plot(report: FitReport, path: Path) -> None:
 
 
 def _draw_timeline(axes: Axes, report: FitReport) -> None:
+    unit, unit_name = _unit(report)
     measured = (("plain", report.measured_plain, _PLAIN), ("planned", report.measured_planned, _PLANNED))
     for name, measurement, color in measured:
         if measurement is None or not measurement.timeline:
             continue
-        seconds, sizes = zip(*measurement.timeline, strict=True)
+        seconds = [moment for moment, _ in measurement.timeline]
+        sizes = [size / unit for _, size in measurement.timeline]
         label = f"{name}: peak {format_bytes(measurement.peak_bytes)}"
         axes.step(seconds, sizes, where="post", color=color, linewidth=1.2, label=label)
         axes.fill_between(seconds, sizes, step="post", color=color, alpha=0.15)
     label = f"budget: {format_bytes(report.budget_bytes)}"
-    axes.axhline(report.budget_bytes, color=_BUDGET, linestyle="--", linewidth=1.2, label=label)
-    axes.set(title="Memory over one step, measured", xlabel="seconds", ylabel="bytes in use", ylim=(0, None))
+    axes.axhline(report.budget_bytes / unit, color=_BUDGET, linestyle="--", linewidth=1.2, label=label)
+    axes.set(title="Memory over one step, measured", xlabel="seconds", ylabel=f"{unit_name} in use", ylim=(0, None))
     _finish(axes)
-    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
 
 
 def _draw_frontier(axes: Axes, report: FitReport) -> None:
-    points = sorted((point.peak_bytes, point.seconds) for point in report.frontier)
+    unit, unit_name = _unit(report)
+    points = sorted((point.peak_bytes / unit, point.seconds) for point in report.frontier)
     if points:
         peaks, seconds = zip(*points, strict=True)
         axes.plot(peaks, seconds, "o-", color=_PLANNED, markersize=4, linewidth=1, label="best plans, predicted")
     plain, chosen = report.predicted_plain, report.predicted_planned
-    axes.plot(plain.peak_bytes, plain.seconds, "s", color=_PLAIN, markersize=8, label="plain, predicted")
-    axes.plot(chosen.peak_bytes, chosen.seconds, "*", color=_PLANNED, markersize=16, label="chosen, predicted")
+    axes.plot(plain.peak_bytes / unit, plain.seconds, "s", color=_PLAIN, markersize=8, label="plain, predicted")
+    axes.plot(chosen.peak_bytes / unit, chosen.seconds, "*", color=_PLANNED, markersize=16, label="chosen, predicted")
     measured = (("plain", report.measured_plain, _PLAIN), ("chosen", report.measured_planned, _PLANNED))
     for name, measurement, color in measured:
         if measurement is not None:
             label = f"{name}, measured"
-            axes.plot(measurement.peak_bytes, measurement.seconds, "x", color=color, markersize=9, label=label)
-    axes.axvline(report.budget_bytes, color=_BUDGET, linestyle="--", linewidth=1.2, label="budget")
-    axes.set(title="Time against memory", xlabel="peak bytes of the step", ylabel="seconds per step")
+            axes.plot(measurement.peak_bytes / unit, measurement.seconds, "x", color=color, markersize=9, label=label)
+    axes.axvline(report.budget_bytes / unit, color=_BUDGET, linestyle="--", linewidth=1.2, label="budget")
+    axes.set(title="Time against memory", xlabel=f"peak of the step, {unit_name}", ylabel="seconds per step")
     _finish(axes)
-    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
-    axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+
+
+def _unit(report: FitReport) -> tuple[int, str]:
+    """Bytes in the unit of the axes, and its name: the one that suits the plain step's peak."""
+    return (GIB, "GiB") if report.predicted_plain.peak_bytes >= GIB else (MIB, "MiB")
 
 
 def _finish(axes: Axes) -> None:
