@@ -193,6 +193,17 @@ def test_experts_and_parts_of_a_layer_are_not_blocks():
     assert paths(Model(layers=nn.ModuleList([moe(), moe()]))) == ["layers.0", "layers.1"]
 
 
+def test_a_chain_of_convolutions_is_a_block_even_with_another_part_in_it():
+    def link() -> nn.Module:
+        return Model(conv=nn.Conv2d(4, 4, 3), norm=nn.BatchNorm2d(4), act=nn.ReLU())
+
+    def bottleneck() -> nn.Module:  # RegNet-Y's: squeeze and excitation stands between its convolutions
+        return Model(layer=nn.Sequential(link(), link(), Layer(), link()), shortcut=link())
+
+    stages = nn.ModuleList(Model(layers=nn.Sequential(bottleneck(), bottleneck())) for _ in range(2))
+    assert paths(Model(stages=stages)) == [*numbered("stages.0.layers", 2), *numbered("stages.1.layers", 2)]
+
+
 def test_pooling_between_units_belongs_to_the_stack():
     features = nn.Sequential(nn.Conv2d(3, 4, 3), Layer(), nn.MaxPool2d(2), Layer(), nn.Flatten())
     assert paths(Model(features=features)) == ["features.1", "features.2", "features.3"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -191,7 +191,7 @@ def _stack_units(module: nn.Module, plain_chain: int = _PLAIN_CHAIN) -> list[tup
     children = _children(module)
     units = [i for i, (name, child) in enumerate(children) if _is_substantial(child) and not _is_edge(name, child)]
     if not units:
-        weights = sum(_weights(child) for _, child in children if not isinstance(child, nn.Embedding))
+        weights = sum(_weights(child.parameters()) for _, child in children if not isinstance(child, nn.Embedding))
         return children if isinstance(module, nn.Sequential) and weights >= plain_chain else []
     if isinstance(module, nn.ModuleDict) and (len(units) < len(children) or not _repeats(children)):
         return []
@@ -213,8 +213,7 @@ def _is_repeated_stack(module: nn.Module) -> bool:
     A bottleneck's chain of convolution + norm + activation has one weight per link: it is a block, not a stack. T5
     lists the different parts of one layer: no class occurs twice.
     """
-    units = _stack_units(module)
-    return _repeats(units) and max(_weights(unit) for _, unit in units) >= 2
+    return _repeats([(name, unit) for name, unit in _stack_units(module) if _weights(unit.parameters()) >= 2])
 
 
 def _repeats(units: Sequence[tuple[str, nn.Module]]) -> bool:
@@ -256,8 +255,8 @@ def _largest_leaf(model: nn.Module) -> list[_Unit]:
 def _is_substantial(module: nn.Module) -> bool:
     """Whether it computes more than one plain layer does: it has parts, or several weights of its own."""
     if _children(module):
-        return _weights(module) > 0
-    return isinstance(module, nn.RNNBase) or sum(p.dim() >= 2 for p in module.parameters(recurse=False)) >= 2
+        return _weights(module.parameters()) > 0
+    return isinstance(module, nn.RNNBase) or _weights(module.parameters(recurse=False)) >= 2
 
 
 def _is_edge(name: str, module: nn.Module) -> bool:
@@ -290,8 +289,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return children[0][1] if len(children) == 1 and not _patterns.canonical(children[0][0]) else None
 
 
-def _weights(module: nn.Module) -> int:
-    return sum(parameter.dim() >= 2 for parameter in module.parameters())
+def _weights(parameters: Iterable[nn.Parameter]) -> int:
+    """How many are matrices or kernels, rather than biases, scales or the magnitudes of weight norm (n, 1, 1)."""
+    return sum(sum(size > 1 for size in parameter.shape) >= 2 for parameter in parameters)
 
 
 def _count(module: nn.Module) -> int:
