@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from reforward._blocks import find_blocks, modules_by_path
 from reforward._errors import InputError
 from reforward._measure.account import Account, balance, thinned
 from reforward._measure.breakdown import break_down
-from reforward._measure.measurement import Measurement, PhaseSpan
+from reforward._measure.measurement import Breakdown, Measurement, PhaseSpan
 from reforward._measure.state import preserved
 from reforward._measure.static import addresses, gradients, holdings, optimizer_tensors, step_inputs, trainable
 from reforward._measure.trace import Span, Trace, record, span
@@ -61,18 +62,24 @@ def measure(
     keep = preserved(model, step.optimizer, also=step_inputs(step)) if restore else nullcontext()
     with keep:
         runner.run()
-        with _peaks(device) as device_peaks:
-            profiled = runner.profiled()
+        profiled = runner.profiled()
         samples = [runner.timed() for _ in range(repeats)]
     wall, cpu = zip(*samples, strict=True)
+    account, phases = profiled.account, profiled.phases
     return Measurement(
         device=str(device),
-        **profiled,
-        **device_peaks,
+        peak_bytes=account.peak_bytes,
+        static_bytes=account.live[0],
+        peak_phase=_phase_at_peak(profiled),
+        breakdown=profiled.breakdown,
+        timeline=_timeline(profiled),
+        phases=tuple(_phase_span(profiled, phase) for phase in phases),
         seconds=statistics.median(wall),
         seconds_samples=wall,
         cpu_seconds=statistics.median(cpu),
         cpu_seconds_samples=cpu,
+        allocated_bytes=profiled.allocated_bytes,
+        reserved_bytes=profiled.reserved_bytes,
     )
 
 
@@ -106,8 +113,7 @@ class _Runner:
         self._without_gradient = [p for p in self._trainable if p.grad is None]
 
     def run(self, phase: Callable[[Phase], Any] = lambda name: nullcontext()) -> None:
-        for parameter in self._without_gradient:
-            parameter.grad = None
+        self._clear_gradients()
         self._step.run(self._variant, phase=phase, optimize=self._optimize)
 
     def timed(self) -> tuple[float, float]:
@@ -118,8 +124,8 @@ class _Runner:
         _synchronize(self._device)
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    def profiled(self) -> dict[str, Any]:
-        """The fields of a Measurement that one profiled step gives."""
+    def profiled(self) -> _Profiled:
+        """One step under the profiler."""
         held: list[frozenset[int]] = []
 
         @contextmanager
@@ -129,22 +135,38 @@ class _Runner:
                 if name == "backward":
                     held.append(addresses(gradients(self._trainable)))
 
-        for parameter in self._without_gradient:
-            parameter.grad = None
+        self._clear_gradients()
         before = holdings(self._model, self._step, self._device)
-        with _block_spans(self._model):
+        with _block_spans(self._model), _device_peaks(self._device) as device_peaks:
             trace = record(lambda: self.run(phase), device=self._device)
         account = balance(trace.memory, before)
         state = addresses(optimizer_tensors(self._step.optimizer))
-        phases = [found for found in trace.spans if found.kind == "phase"]
-        return {
-            "peak_bytes": account.peak_bytes,
-            "static_bytes": account.live[0],
-            "peak_phase": _phase_at(account, trace, phases),
-            "breakdown": break_down(account, trace, gradients=held, optimizer_state=state),
-            "timeline": _timeline(account, trace, phases[0].begin),
-            "phases": tuple(_phase_span(account, trace, found, phases[0].begin) for found in phases),
-        }
+        return _Profiled(
+            trace=trace,
+            account=account,
+            breakdown=break_down(account, trace, gradients=held, optimizer_state=state),
+            **device_peaks,
+        )
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._without_gradient:
+            parameter.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Profiled:
+    """What one profiled step gave."""
+
+    trace: Trace
+    account: Account
+    breakdown: Breakdown
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+    @property
+    def phases(self) -> list[Span]:
+        """The step's phases, in order."""
+        return [found for found in self.trace.spans if found.kind == "phase"]
 
 
 @contextmanager
@@ -172,7 +194,7 @@ def _block_spans(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _peaks(device: torch.device) -> Iterator[dict[str, int]]:
+def _device_peaks(device: torch.device) -> Iterator[dict[str, int]]:
     """The allocator's own peaks while inside, where it has them; filled in on exit."""
     peaks: dict[str, int] = {}
     if device.type == "cuda":
@@ -188,26 +210,29 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timeline(account: Account, trace: Trace, begin: float) -> tuple[tuple[float, int], ...]:
-    points = [(0.0, account.live[0])]
-    for event, live in zip(trace.memory, account.live[1:], strict=True):
-        points.append(((event.time - begin) * 1e-6, live))
+def _timeline(profiled: _Profiled) -> tuple[tuple[float, int], ...]:
+    begin, live = profiled.phases[0].begin, profiled.account.live
+    points = [(0.0, live[0])]
+    for event, count in zip(profiled.trace.memory, live[1:], strict=True):
+        points.append(((event.time - begin) * 1e-6, count))
     return thinned(points, TIMELINE_POINTS)
 
 
-def _phase_span(account: Account, trace: Trace, found: Span, begin: float) -> PhaseSpan:
-    events = trace.between(found.begin, found.end)
+def _phase_span(profiled: _Profiled, phase: Span) -> PhaseSpan:
+    begin = profiled.phases[0].begin
+    events = profiled.trace.between(phase.begin, phase.end)
     return PhaseSpan(
-        name=found.name,
-        begin_seconds=(found.begin - begin) * 1e-6,
-        end_seconds=(found.end - begin) * 1e-6,
-        peak_bytes=max(account.live[events.start : events.stop + 1]),
+        name=phase.name,
+        begin_seconds=(phase.begin - begin) * 1e-6,
+        end_seconds=(phase.end - begin) * 1e-6,
+        peak_bytes=max(profiled.account.live[events.start : events.stop + 1]),
     )
 
 
-def _phase_at(account: Account, trace: Trace, phases: list[Span]) -> str:
-    """The phase of the peak; what comes before the first or between two counts to the phase before it."""
-    if account.peak < 0:
+def _phase_at_peak(profiled: _Profiled) -> str:
+    """The phase of the peak; what comes between two phases counts to the one before."""
+    phases, peak = profiled.phases, profiled.account.peak
+    if peak < 0:
         return phases[0].name
-    time = trace.memory[account.peak].time
-    return next((found.name for found in reversed(phases) if found.begin <= time), phases[0].name)
+    time = profiled.trace.memory[peak].time
+    return next((phase.name for phase in reversed(phases) if phase.begin <= time), phases[0].name)

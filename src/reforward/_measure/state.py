@@ -10,8 +10,6 @@ happen between a forward and its backward.
 
 from __future__ import annotations
 
-import random
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +20,7 @@ import torch
 from torch import nn
 
 from reforward._measure.storages import dense_parts
+from reforward._runtime.fence import RngState
 
 _CHUNK_BYTES = 2**24
 
@@ -61,8 +60,9 @@ class FileCopies:
 
     def keep(self, flat: torch.Tensor) -> Restore:
         begin = self._file.seek(0, 2)
-        for piece in flat.split(_CHUNK_BYTES):
-            self._file.write(memoryview(piece.cpu().numpy()))
+        for piece, part in self._buffered(flat):
+            part.copy_(piece)
+            self._file.write(part.numpy().data)
         return lambda: self._read(flat, begin)
 
     def close(self) -> None:
@@ -70,11 +70,19 @@ class FileCopies:
 
     def _read(self, flat: torch.Tensor, begin: int) -> None:
         self._file.seek(begin)
+        for piece, part in self._buffered(flat):
+            self._file.readinto(part.numpy().data)  # pyright: ignore[reportAttributeAccessIssue]
+            piece.copy_(part)
+
+    @staticmethod
+    def _buffered(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of the tensor, each with a host buffer of its size.
+
+        Never the piece itself becomes a numpy array: that would make its storage refuse to be resized for ever.
+        """
         buffer = torch.empty(min(_CHUNK_BYTES, flat.numel()), dtype=torch.uint8)
         for piece in flat.split(_CHUNK_BYTES):
-            part = buffer[: piece.numel()]
-            self._file.readinto(memoryview(part.numpy()))  # pyright: ignore[reportAttributeAccessIssue]
-            piece.copy_(part)
+            yield piece, buffer[: piece.numel()]
 
 
 @contextmanager
@@ -104,19 +112,25 @@ def preserved(
         snapshot = _Snapshot(keeper)
         for root in (model, optimizer, *also):
             snapshot.add(root)
-        streams = _streams()
+        streams = RngState.capture(_accelerators())
         try:
             yield
         finally:
             snapshot.restore()
-            for restore in streams:
-                restore()
+            streams.apply()
     finally:
         keeper.close()
 
 
 def _on_cpu(model: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def _accelerators() -> tuple[torch.device, ...]:
+    """The devices whose random streams exist already."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
 class _Snapshot:
@@ -239,18 +253,3 @@ def _restore_set(target: set[Any], members: frozenset[Any]) -> None:
 
 def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _streams() -> list[Restore]:
-    """What puts the global random streams back to where they are now."""
-    cpu, python = torch.get_rng_state(), random.getstate()
-    restores: list[Restore] = [lambda: torch.set_rng_state(cpu), lambda: random.setstate(python)]
-    if torch.cuda.is_initialized():
-        cuda = torch.cuda.get_rng_state_all()
-        restores.append(lambda: torch.cuda.set_rng_state_all(cuda))
-    if "numpy" in sys.modules:
-        import numpy
-
-        legacy = numpy.random.get_state()
-        restores.append(lambda: numpy.random.set_state(legacy))
-    return restores

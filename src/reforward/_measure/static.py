@@ -60,8 +60,8 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list
     return list(dict.fromkeys([*model.parameters(), *(p for group in groups for p in group["params"])]))
 
 
-def step_inputs(step: Step) -> list[torch.Tensor | nn.Module]:
-    """Tensors and modules that the step's function and its batches hold."""
+def step_inputs(step: Step) -> list[torch.Tensor | nn.Module | torch.Generator]:
+    """Tensors, modules and random generators that the step's function and its batches hold."""
     return reachable([step.loss_fn, step.batches])
 
 

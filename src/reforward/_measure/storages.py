@@ -42,12 +42,13 @@ def is_on(device: torch.device, wanted: torch.device) -> bool:
     return device.type == wanted.type and (wanted.index is None or device.index == wanted.index)
 
 
-def reachable(root: Any) -> list[torch.Tensor | nn.Module]:
-    """Tensors and modules held by containers, objects and functions (closure, globals that they name, defaults).
+def reachable(root: Any) -> list[torch.Tensor | nn.Module | torch.Generator]:
+    """Tensors, modules and random generators held by containers, objects and functions.
 
-    Objects other than containers are opened two deep; functions that are globals aren't followed.
+    A function holds its closure, its defaults and the globals that it names, but functions among those globals aren't
+    followed. Objects other than containers are opened two deep.
     """
-    found: list[torch.Tensor | nn.Module] = []
+    found: list[torch.Tensor | nn.Module | torch.Generator] = []
     seen: set[int] = set()
     queue: deque[tuple[Any, int]] = deque([(root, 2)])
     while queue:
@@ -55,7 +56,7 @@ def reachable(root: Any) -> list[torch.Tensor | nn.Module]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, (torch.Tensor, nn.Module)):
+        if isinstance(item, (torch.Tensor, nn.Module, torch.Generator)):
             found.append(item)
         elif isinstance(item, dict):
             queue.extend((value, depth) for value in item.values())
