@@ -1,4 +1,4 @@
-"""How well a dispatch-mode tracker agrees with the allocator, without and with workspaces learnt from one profiled step.
+"""How well a dispatch-mode tracker agrees with the allocator, without and with workspaces learnt from a profiled step.
 
     python benchmarks/tracker_agreement.py
 
