@@ -83,6 +83,17 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in module._buffers.items() if b is not None} if module._buffers else {}
 
 
+def storages_of(modules: list[nn.Module]) -> set[int]:
+    """Keys (as `storage_key`) of the memory of all parameters and buffers of the modules; children aren't looked at."""
+    return {
+        tensor.untyped_storage()._cdata
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    }
+
+
 def in_fake_mode() -> bool:
     """Whether a FakeTensorMode is active: nothing is computed, so no random number is drawn either."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

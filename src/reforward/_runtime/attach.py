@@ -7,6 +7,7 @@ the attribute.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from reforward._blocks import modules_by_path
 from reforward._errors import AttachError, PatternError, PlanError
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
-from reforward._runtime.fence import Fence, ModuleState, RngState
+from reforward._runtime.fence import Fence, ModuleState
 from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
@@ -34,7 +35,7 @@ class Attachment:
         plan: the plan.
         active: False while suspended.
         chains: the open runs.
-        last_rng: the latest snapshot, which the next region shares if nothing was drawn since.
+        last_fence: the latest call's, whose random state the next one shares if nothing was drawn since.
     """
 
     def __init__(self, plan: Plan):
@@ -44,7 +45,7 @@ class Attachment:
 
     def _reset(self) -> None:
         self.chains = Chains()
-        self.last_rng: RngState | None = None
+        self.last_fence: Fence | None = None
         self.warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,26 +57,41 @@ class Attachment:
         self._reset()
 
 
-class RegionForward:
-    """Stands in for the `forward` of a block that the plan recomputes.
+class _Forward:
+    """Stands in for the `forward` of a module.
 
     Args:
-        module: the block.
+        module: the module.
         path: its canonical path.
-        node: the top-level node of the plan that it belongs to.
+    """
+
+    def __init__(self, module: nn.Module, path: str):
+        self.module = module
+        self.path = path
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The own forward's: trainers look at it to choose a batch's columns."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+class RegionForward(_Forward):
+    """The forward of a block that the plan recomputes.
+
+    Args:
+        node: the top-level node of the plan that the block belongs to.
         attachment: shared by all blocks of the model.
     """
 
     def __init__(self, module: nn.Module, path: str, node: Node, attachment: Attachment):
-        self.module = module
-        self.path = path
+        super().__init__(module, path)
         self.node = node
         self.attachment = attachment
         self._writes: set[tuple[int, str]] | None = None
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward."""
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = current_frame()
@@ -87,8 +103,7 @@ class RegionForward:
             return self.plain(*args, **kwargs)
         run = self._open_run(given)
         devices = _accelerators(given, modules)
-        fence = Fence(ModuleState(self.path, modules, self._writes), devices, self.attachment.last_rng)
-        self.attachment.last_rng = fence.rng
+        fence = self._fence(modules, devices, in_replay=frame is not None)
         previous = run.outputs() if run is not None else []
         call = Call(self.path, self.plain, args, kwargs, previous=previous, fence=fence, modules=modules)
         recording = run.recording if run is not None else Recording(self.node, start=self._start(), devices=devices)
@@ -99,6 +114,13 @@ class RegionForward:
         fence.seal(self._writes)
         self._keep_open(recording, result)
         return result
+
+    def _fence(self, modules: list[nn.Module], devices: tuple[torch.device, ...], in_replay: bool) -> Fence:
+        state = ModuleState(self.path, modules, self._writes)
+        if in_replay:  # the streams stand elsewhere in a replay, so nothing is shared
+            return Fence(state, devices, None)
+        self.attachment.last_fence = Fence(state, devices, self.attachment.last_fence)
+        return self.attachment.last_fence
 
     def _applies(self) -> bool:
         if not (self.attachment.active and torch.is_grad_enabled()):
@@ -133,30 +155,14 @@ class RegionForward:
             )
 
 
-class SubmoduleForward:
-    """Stands in for the `forward` of a submodule that a selector names: it tells the keeper where the block is.
-
-    Args:
-        module: the submodule.
-        path: its canonical path.
-    """
-
-    def __init__(self, module: nn.Module, path: str):
-        self.module = module
-        self.path = path
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The submodule's own forward."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+class SubmoduleForward(_Forward):
+    """The forward of a submodule that a selector names: it tells the keeper where the block is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = current_frame()
         if frame is None or frame.keeper is None:
             return self.plain(*args, **kwargs)
         return frame.keeper.call_submodule(self.path, self.plain, args, kwargs)
-
-
-_Ours = (RegionForward, SubmoduleForward)
 
 
 class _TakenOver:
@@ -202,7 +208,7 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("gradient_checkpointing"), _TakenOver):
             module.gradient_checkpointing = True
-        if isinstance(module.__dict__.get("forward"), _Ours):
+        if isinstance(module.__dict__.get("forward"), _Forward):
             del module.__dict__["forward"]
 
 
@@ -295,7 +301,7 @@ def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
             raise AttachError(f"{path!r} is on the meta device and has no values; materialise the model, then attach")
     for path, module in targets.items():
         foreign = module.__dict__.get("forward")
-        if foreign is not None and not isinstance(foreign, _Ours):
+        if foreign is not None and not isinstance(foreign, _Forward):
             what = getattr(foreign, "__qualname__", type(foreign).__name__)
             raise AttachError(
                 f"block {path!r} has a forward of its own on the instance ({what}), put there by another library or by hand;"

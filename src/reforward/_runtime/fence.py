@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,38 +26,64 @@ _SMALL_BUFFER_BYTES = 64 * 1024
 _MISSING = object()
 
 
+Part = Literal["cpu", "devices", "python", "numpy"]
+ALL_PARTS: frozenset[Part] = frozenset(("cpu", "devices", "python", "numpy"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RngState:
-    """States of the random streams: torch's CPU and device generators, Python's `random`, numpy's legacy generator."""
+    """States of the random streams: torch's CPU and device generators, Python's `random`, numpy's legacy generator.
 
-    cpu: bytes
-    devices: tuple[tuple[torch.device, bytes], ...]
-    python: Any
-    numpy: Any
+    A part that wasn't captured is None.
+    """
+
+    cpu: bytes | None = None
+    devices: tuple[tuple[torch.device, bytes], ...] | None = None
+    python: Any = None
+    numpy: Any = None
 
     @classmethod
-    def capture(cls, devices: tuple[torch.device, ...] = (), like: RngState | None = None) -> RngState:
-        """The states now; `like` itself if they are the same, so that an unchanged state is stored once."""
-        fake = _torch.in_fake_mode()
-        state = cls(
-            cpu=b"" if fake else _to_bytes(torch.get_rng_state()),
-            devices=() if fake else tuple((d, _to_bytes(torch.get_device_module(d).get_rng_state(d))) for d in devices),
-            python=random.getstate(),
-            numpy=_numpy_state(),
+    def capture(cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS) -> RngState:
+        """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked."""
+        torch_too = not _torch.in_fake_mode()
+        return cls(
+            cpu=_to_bytes(torch.get_rng_state()) if torch_too and "cpu" in parts else None,
+            devices=_device_states(devices) if torch_too and "devices" in parts else None,
+            python=random.getstate() if "python" in parts else None,
+            numpy=_numpy_state() if "numpy" in parts else None,
         )
-        return like if like is not None and state == like else state
 
-    def apply(self, now: RngState | None = None) -> None:
-        """Sets the streams to this state; parts that `now` shows to be there already are left alone."""
-        if self.cpu and (now is None or now.cpu != self.cpu):
+    def apply(self) -> None:
+        """Sets the streams of the captured parts to this state."""
+        if self.cpu is not None:
             torch.set_rng_state(_from_bytes(self.cpu))
-        for device, state in self.devices:
+        for device, state in self.devices or ():
             torch.get_device_module(device).set_rng_state(_from_bytes(state), device)
-        if now is None or now.python != self.python:
+        if self.python is not None:
             random.setstate(self.python)
-        if self.numpy is not None and (now is None or now.numpy != self.numpy):
+        if self.numpy is not None:
             kind, keys, position, has_gauss, gauss = self.numpy
             sys.modules["numpy"].random.set_state((kind, _numpy_keys(keys), position, has_gauss, gauss))
+
+    def shared_with(self, earlier: RngState) -> RngState:
+        """This state, with each part that is as it was earlier taken from there: an unchanged part is stored once."""
+        return RngState(**{part: _same(getattr(earlier, part), getattr(self, part)) for part in ALL_PARTS})
+
+    def differing(self, other: RngState) -> frozenset[Part]:
+        """The parts in which two states that share what is equal differ."""
+        return frozenset(part for part in ALL_PARTS if getattr(self, part) is not getattr(other, part))
+
+    def only(self, parts: frozenset[Part]) -> RngState:
+        """This state, reduced to some parts."""
+        return RngState(**{part: getattr(self, part) for part in parts})
+
+
+def _same(earlier: Any, now: Any) -> Any:
+    return earlier if earlier == now else now
+
+
+def _device_states(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, bytes], ...]:
+    return tuple((d, _to_bytes(torch.get_device_module(d).get_rng_state(d))) for d in devices)
 
 
 def _numpy_state() -> Any:
@@ -149,10 +176,10 @@ class ModuleState:
         self._attributes = [(module, before) for module, before in attributes if before]
         kept = []
         for module, name, buffer, version, copy, key in self._buffers:
-            if getattr(module, name, None) is buffer and _torch.version(buffer) == version:
+            if getattr(module, name, None) is buffer and not _written(buffer, version, copy):
                 continue
             writes.add(key)
-            if _torch.version(buffer) == version:
+            if not _written(buffer, version, copy):
                 copy = buffer  # replaced, not written: the old tensor still holds the old value
             elif copy is None:
                 raise ReplayError(
@@ -190,7 +217,16 @@ class ModuleState:
                 _set(module, now)
 
 
+def _written(buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
+    """Whether a buffer was written. Batch norm's kernel writes its running statistics without counting it as a write."""
+    if _torch.version(buffer) != version:
+        return True
+    return copy is not None and not _torch.in_fake_mode() and not torch.equal(buffer, copy)
+
+
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    if len(before) == len(now) and all(map(is_, before.values(), now.values())):  # the common case, at C's speed
+        return []
     changed = [key for key, value in now.items() if before.get(key, _MISSING) is not value]
     return changed + [key for key in before if key not in now]
 
@@ -204,12 +240,24 @@ def _set(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 class Fence:
-    """The world before one call's forward. See the module's docstring."""
+    """The world before one call's forward. See the module's docstring.
 
-    __slots__ = ("_autocast", "_state", "rng")
+    Args:
+        state: of the call's modules; None if there are none.
+        devices: accelerators that the call may draw random numbers on.
+        before: the fence of the call before, whose random state is shared as far as nothing was drawn since.
 
-    def __init__(self, state: ModuleState | None, devices: tuple[torch.device, ...], like: RngState | None):
-        self.rng = RngState.capture(devices, like)
+    Attributes:
+        rng: the random streams when the call began.
+    """
+
+    __slots__ = ("__weakref__", "_autocast", "_next", "_state", "rng")
+
+    def __init__(self, state: ModuleState | None, devices: tuple[torch.device, ...], before: Fence | None):
+        self.rng = RngState.capture(devices)
+        self._next: RngState | None = None
+        if before is not None:
+            self.rng = before._next = self.rng.shared_with(before.rng)
         self._autocast = Autocast.capture(tuple({"cpu", *(d.type for d in devices)}))
         self._state = state
 
@@ -220,6 +268,11 @@ class Fence:
             if not self._state:
                 self._state = None
 
+    @property
+    def drawn(self) -> frozenset[Part]:
+        """The streams that may have moved between the begin of this call and of the next one."""
+        return ALL_PARTS if self._next is None else self.rng.differing(self._next)
+
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """The random streams, modules and autocast as the forward found them.
@@ -227,9 +280,10 @@ class Fence:
         The modules are put back on exit; the streams are left where the replay takes them: whoever replays restores them
         once, when all calls are done.
         """
-        self.rng.apply()
-        with ExitStack() as stack:
-            stack.enter_context(self._autocast.applied())
-            if self._state is not None:
-                stack.enter_context(self._state.rewound())
-            yield
+        self.rng.only(self.drawn).apply()
+        with self._autocast.applied():
+            if self._state is None:
+                yield
+            else:
+                with self._state.rewound():
+                    yield

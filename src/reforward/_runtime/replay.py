@@ -214,10 +214,8 @@ class Call:
 
     def held_storages(self) -> set[int]:
         """Storages that live whether or not this call is recorded, or that the recording holds anyway."""
-        keys = {_torch.storage_key(leaf.tensor) for leaf in self._leaves if isinstance(leaf, _Kept)}
-        for module in self.modules:
-            keys.update(_torch.storage_key(p) for p in _torch.own_parameters(module))
-            keys.update(_torch.storage_key(b) for b in _torch.own_buffers(module).values())
+        keys = _torch.storages_of(self.modules)
+        keys.update(_torch.storage_key(leaf.tensor) for leaf in self._leaves if isinstance(leaf, _Kept))
         return keys
 
     def previous_needed(self) -> set[int]:
@@ -272,8 +270,10 @@ class Recording:
                 for i, leaf in enumerate(previous)
             ]
         args, kwargs = call.arguments(previous)
-        with call.fence.rewound(), self._recorder(call, keeper, sink=sink):
-            return call.function(*args, **kwargs)
+        with call.fence.rewound():
+            sink.look()
+            with self._recorder(call, keeper, sink=sink):
+                return call.function(*args, **kwargs)
 
     @contextmanager
     def _recorder(self, call: Call, keeper: Keeper | None, sink: Filler | None) -> Iterator[None]:
@@ -298,7 +298,8 @@ class Recording:
         stop = self._last_needed()
         if stop is None:
             return
-        now = RngState.capture(self._devices)
+        drawn = frozenset().union(*(call.fence.drawn for call in self.calls))
+        now = RngState.capture(self._devices, drawn)
         _local.replays += 1
         try:
             with torch.enable_grad():
@@ -308,7 +309,7 @@ class Recording:
         finally:
             _local.replays -= 1
             now.apply()
-        reference = weakref.ref(self)
+        reference: weakref.ref[Recording] = weakref.ref(self)
         _torch.at_end_of_backward(lambda: _release(reference))
 
     def _last_needed(self) -> tuple[int, int] | None:
@@ -399,17 +400,25 @@ class _Frame:
         self.call = call
         self.keeper = keeper
         self._entry = entry
-        self._held: set[int] = set()
+        self._held: set[int] = entry
 
     def pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
         """What autograd keeps instead of the tensor."""
         raise NotImplementedError
 
+    def look(self) -> None:
+        """Notes which storages live anyway. Not done earlier than the call begins: a replay exchanges buffers."""
+        self._held = self.call.held_storages() | self._entry
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory lives anyway, so that it needn't be replaced."""
+        return _torch.storage_key(tensor) in self._held
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """While active, this frame deals with all that is saved in this thread."""
         outer, _local.frame = _local.frame, self  # pyright: ignore[reportAttributeAccessIssue]
-        self._held = self.call.held_storages()  # not before: a replay exchanges the buffers
+        self.look()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self.selection():
                 yield
@@ -444,10 +453,7 @@ class Recorder(_Frame):
         self._sink = sink
 
     def pack(self, tensor: torch.Tensor) -> Holder:
-        key = _torch.storage_key(tensor)
-        if key in self._held:
-            return Holder(self.call.name, None, tensor)
-        if key in self._entry:
+        if self.holds(tensor):
             holder = Holder(self.call.name, None, tensor)
         else:
             holder = Holder(self.call.name, self._recording)
@@ -456,11 +462,10 @@ class Recorder(_Frame):
 
     def pack_kept(self, tensor: torch.Tensor) -> Holder:
         """For tensors saved inside a submodule that is kept whole: they aren't replayed."""
-        holder = Holder(self.call.name, None, tensor)
-        return holder if _torch.storage_key(tensor) in self._held else self._passed_on(tensor, holder)
+        return self._passed_on(tensor, Holder(self.call.name, None, tensor))
 
     def _passed_on(self, tensor: torch.Tensor, holder: Holder) -> Holder:
-        if self._sink is not None:
+        if self._sink is not None and not self._sink.holds(tensor):
             self._sink.put(tensor, holder)
         return holder
 
@@ -489,8 +494,7 @@ class Filler(_Frame):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
-        key = _torch.storage_key(tensor)
-        if key not in self._held and key not in self._entry:
+        if not self.holds(tensor):
             self.put(value, None)
         return value
 
