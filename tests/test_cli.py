@@ -52,9 +52,14 @@ def fitted(directory, monkeypatch):
         yield
 
     calls, outcome = [], [fit_report()]
-    for name, function in {"_fit": ("fit_report", fake), "_runtime": ("attached", attached)}.items():
+    replaced = {
+        "_fit": {"fit_report": fake, "explain": lambda model, step: outcome[0].breakdown},
+        "_runtime": {"attached": attached},
+        "_verify": {"verify": lambda model, step, plan: outcome[0].proof},
+    }
+    for name, functions in replaced.items():
         module = ModuleType(f"reforward.{name}")
-        setattr(module, *function)
+        vars(module).update(functions)
         monkeypatch.setitem(sys.modules, f"reforward.{name}", module)
     return type("Fitted", (), {"calls": calls, "outcome": outcome})
 
@@ -97,6 +102,23 @@ def test_a_failed_proof_is_exit_1_and_trains_nothing(fitted, capsys):
     assert document["training"] == []
 
 
+def test_explain_shows_the_breakdown(fitted, capsys):
+    assert main(["explain", "--model", "cli_script:make"]) == 0
+    assert "optimizer state" in capsys.readouterr().out
+    assert main(["explain", "--model", "cli_script:make", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["breakdown_bytes"] == fitted.outcome[0].breakdown
+
+
+@pytest.mark.parametrize(("differences", "code"), [((), 0), (("loss",), 1)])
+def test_verify_reads_a_plan_and_tells_by_its_exit_code(fitted, directory, capsys, differences, code):
+    fitted.outcome[0] = fit_report(proof=proof(differences=differences))
+    fitted.outcome[0].plan.to_json(directory / "plan.json")
+    assert main(["verify", "plan.json", "--model", "cli_script:make"]) == code
+    assert ("Proof failed" in capsys.readouterr().out) == bool(code)
+    assert main(["verify", "plan.json", "--model", "cli_script:make", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["proof"]["differences"] == list(differences)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -131,6 +153,9 @@ def test_what_nobody_expected_shows_its_traceback(fitted, capsys):
         (["fit", "--model", "hf:nowhere"], "no such file or directory"),
         (["fit", "--seq-len", "0"], "seq_len must be at least 1"),
         (["fit", "--out", "cli_script.py/out"], "can't make the directory"),
+        (["verify", "nowhere.json"], "can't read a plan from 'nowhere.json'"),
+        (["verify", "cli_script.py"], "isn't a plan"),
+        (["verify"], "requires an argument"),
         (["bogus"], "Unknown command"),
     ],
 )

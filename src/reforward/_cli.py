@@ -24,6 +24,7 @@ from reforward._options import ModelOptions
 OK, PROOF_FAILED, BAD_INPUT, BUDGET_TOO_SMALL, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
 Options = Annotated[ModelOptions, Parameter(name="*")]
+Json = Annotated[bool, Parameter(negative="")]
 _EMBEDDED = ModelOptions()
 
 app = App(
@@ -41,7 +42,7 @@ def fit(
     budget: str = "60%",
     steps: Annotated[int, Parameter(validator=Number(gte=0))] = 8,
     out: Path = Path("reforward-out"),
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> int:
     """Find the fastest plan that fits the budget, prove it exact, and train under it.
 
@@ -80,6 +81,58 @@ def fit(
         screen.show(tables.files_line(written))
         screen.document(files.fit_document(loaded.name, report, taken))
     return PROOF_FAILED if report.proof.differences else OK
+
+
+@app.command
+def explain(options: Options = _EMBEDDED, *, json: Json = False) -> int:
+    """Show where the peak of the plain step comes from.
+
+    Parameters
+    ----------
+    json
+        Print one JSON document on stdout and nothing else.
+    """
+    from reforward._fit import explain as explain_step
+    from reforward._load import load
+    from reforward._report import tables
+    from reforward._report.screen import Screen
+
+    with Screen(as_json=json) as screen:
+        screen.progress("building the model", 0.0)
+        loaded = load(options)
+        screen.progress("profiling", 0.0)
+        breakdown = explain_step(loaded.model, loaded.step)
+        screen.show(tables.breakdown_table(breakdown))
+        screen.document({"model": loaded.name, "breakdown_bytes": dict(breakdown)})
+    return OK
+
+
+@app.command
+def verify(plan: Path, options: Options = _EMBEDDED, *, json: Json = False) -> int:
+    """Prove that a step under a plan gives what the plain step gives.
+
+    Parameters
+    ----------
+    plan
+        A plan.json, made for this model.
+    json
+        Print one JSON document on stdout and nothing else.
+    """
+    from reforward._load import load
+    from reforward._plan import Plan
+    from reforward._report import files, tables
+    from reforward._report.screen import Screen
+    from reforward._verify import verify as verify_step
+
+    with Screen(as_json=json) as screen:
+        chosen = Plan.from_json(plan)
+        screen.progress("building the model", 0.0)
+        loaded = load(options)
+        screen.progress("verifying", 0.0)
+        proof = verify_step(loaded.model, loaded.step, chosen)
+        screen.show(tables.proof_text(proof))
+        screen.document({"model": loaded.name, "proof": files.proof_document(proof)})
+    return PROOF_FAILED if proof.differences else OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
