@@ -24,6 +24,7 @@ from reforward._measure.storages import is_on, storages
 from reforward._torch import TorchDispatchMode
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
+OutputBytes = Callable[[Any, tuple[Any, ...], int], int]
 
 
 class Tag(NamedTuple):
@@ -68,12 +69,20 @@ class Mark:
 
 
 class _Entry(weakref.ref):
-    """A weak reference to a storage that knows its place in the accounts. `tag` is None for one that isn't counted."""
+    """A weak reference to a storage that knows its place in the accounts.
 
-    __slots__ = ("bytes", "key", "tag")
+    Attributes:
+        key: under which the tracker finds it.
+        bytes: what it counts for now.
+        unseen: bytes that it counts for beyond its own size.
+        tag: None for one that isn't counted.
+    """
+
+    __slots__ = ("bytes", "key", "tag", "unseen")
 
     key: int
     bytes: int
+    unseen: int
     tag: Tag | None
 
 
@@ -88,6 +97,8 @@ class StorageTracker(TorchDispatchMode):
             being on the device that they claim.
         workspace: bytes that the kernel of an operation needs beyond the larger of live-before and live-after, from
             `(op, args, outputs)`; `args` are the positional arguments followed by the values of the keyword ones.
+        output_bytes: true size of the n-th output, from `(op, args, n)`, used where an output has no bytes at all: fake
+            kernels of operations with opaque outputs (oneDNN's LSTM) leave them empty.
         on_op: called after every operation.
 
     Attributes:
@@ -104,11 +115,13 @@ class StorageTracker(TorchDispatchMode):
         *,
         device: torch.device | str | None = None,
         workspace: Workspace | None = None,
+        output_bytes: OutputBytes | None = None,
         on_op: Callable[[OpEvent], None] | None = None,
     ):
         super().__init__()
         self.device = None if device is None else torch.device(device)
         self.workspace = workspace
+        self.output_bytes = output_bytes
         self.on_op = on_op
         self.phase = ""
         self.label = ""
@@ -176,6 +189,8 @@ class StorageTracker(TorchDispatchMode):
         return mark
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # fake tensors ask for their device, at every turn, through here
+            return func(*args, **(kwargs or {}))
         given = (*args, *kwargs.values()) if kwargs else args
         # `torch.tensor(data)` makes its storage unseen and shows it for the first time as the argument of lift_fresh.
         if func is not torch.ops.aten.lift_fresh.default:
@@ -183,8 +198,8 @@ class StorageTracker(TorchDispatchMode):
                 self._meet(tensor)
         before = self.live_bytes
         outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(outputs):
-            self._count(tensor)
+        for position, tensor in enumerate(tensors_in(outputs)):
+            self._count(tensor, func, given, position)
         self._after(func, given, outputs, before)
         return outputs
 
@@ -195,15 +210,19 @@ class StorageTracker(TorchDispatchMode):
             if entry is None:
                 self._enter(storage, None)
             elif entry.tag is not None:
-                self._change(entry, storage.nbytes())
+                self._change(entry, storage.nbytes() + entry.unseen)
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], position: int) -> None:
         if self.device is not None and not is_on(tensor.device, self.device):
             return
         for storage in storages(tensor):
-            entry = self._entries.get(id(storage)) or self._enter(storage, self.tag)
+            entry = self._entries.get(id(storage))
+            if entry is None:
+                entry = self._enter(storage, self.tag)
+                if self.output_bytes is not None and storage.nbytes() == 0:
+                    entry.unseen = self.output_bytes(func, args, position)
             if entry.tag is not None:
-                self._change(entry, storage.nbytes())
+                self._change(entry, storage.nbytes() + entry.unseen)
 
     def _after(self, func: Any, args: tuple[Any, ...], outputs: Any, before: int) -> None:
         workspace = 0 if self.workspace is None else self.workspace(func, args, outputs)
@@ -226,7 +245,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _enter(self, storage: torch.UntypedStorage, tag: Tag | None) -> _Entry:
         entry = _Entry(storage, self._on_free)
-        entry.key, entry.bytes, entry.tag = id(storage), 0, tag
+        entry.key, entry.bytes, entry.unseen, entry.tag = id(storage), 0, 0, tag
         self._entries[entry.key] = entry
         return entry
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reforward._measure.storages import storages
 from reforward._measure.trace import Trace
 from reforward._measure.tracker import tensors_in
+from reforward._torch import TorchDispatchMode
 
 
 class Input(NamedTuple):
@@ -68,12 +70,39 @@ class Workspaces:
 
     def lookup(self, func: Any, args: tuple[Any, ...], outputs: Any = None) -> int:
         """Bytes of workspace of one operation as a dispatch mode sees it; fits `StorageTracker(workspace=...)`."""
-        op = func.name().split(".")[0]
-        count = self.bytes_by_op.get(OpKey(op, tuple(_inputs(args))))
+        count = self.bytes_by_op.get(_key(func, args))
         if count is None:
             # The profiler doesn't write down lists of optional tensors (the indices of aten::index).
-            count = self.bytes_by_op.get(OpKey(op, tuple(_inputs(arg for arg in args if not isinstance(arg, list)))))
+            count = self.bytes_by_op.get(_key(func, [arg for arg in args if not isinstance(arg, list)]))
         return count or 0
+
+
+class OutputSizes(TorchDispatchMode):
+    """Learns the sizes of operations' outputs from a real run inside of it, for `StorageTracker(output_bytes=...)`.
+
+    Needed for a dry run of operations whose fake kernels leave an opaque output empty, such as what oneDNN's LSTM keeps
+    for its backward.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes_by_output: dict[tuple[OpKey, int], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        key = _key(func, (*args, *kwargs.values()) if kwargs else args)
+        for position, tensor in enumerate(tensors_in(outputs)):
+            size = sum(storage.nbytes() for storage in storages(tensor))
+            self.bytes_by_output[key, position] = max(size, self.bytes_by_output.get((key, position), 0))
+        return outputs
+
+    def lookup(self, func: Any, args: tuple[Any, ...], position: int) -> int:
+        """The largest size seen of that output, for inputs of these shapes; 0 if none was."""
+        return self.bytes_by_output.get((_key(func, args), position), 0)
+
+
+def _key(func: Any, args: Iterable[Any]) -> OpKey:
+    return OpKey(func.name().split(".")[0], tuple(_inputs(args)))
 
 
 def _recorded_inputs(shapes: Iterable[Any], types: Iterable[str]) -> Iterator[Input]:
