@@ -3,10 +3,23 @@
 # Usage: sh install.sh [EXTRA]   with an extra of pyproject.toml: plot (the default), test or dev.
 set -eu
 cd "$(dirname "$0")"
-python=${PYTHON:-$(command -v python3.11 || command -v python3)}
-[ -x .venv/bin/python ] || "$python" -m venv .venv
 
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+find_python() {
+    for python in "${PYTHON:-python3.11}" python3; do
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && return
+    done
+    echo "install.sh: needs Python 3.11; name one with PYTHON=/path/to/python3.11" >&2
+    exit 1
+}
+
+install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+}
+
+if [ ! -x .venv/bin/pip ]; then
+    find_python
+    "$python" -m venv .venv
+fi
 
 # torch alone and first: so spelled, pip takes that very build and doesn't weigh it against the rest.
 install torch==2.13.0
