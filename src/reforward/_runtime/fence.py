@@ -28,6 +28,7 @@ _MISSING = object()
 
 Part = Literal["cpu", "devices", "python", "numpy"]
 ALL_PARTS: frozenset[Part] = frozenset(("cpu", "devices", "python", "numpy"))
+TORCH_PARTS: frozenset[Part] = frozenset(("cpu", "devices"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,10 @@ class RngState:
     def differing(self, other: RngState) -> frozenset[Part]:
         """The parts in which two states that share what is equal differ."""
         return frozenset(part for part in ALL_PARTS if getattr(self, part) is not getattr(other, part))
+
+    def moved_since(self, earlier: RngState) -> RngState:
+        """This state, reduced to the parts that moved since: applying it does what was drawn meanwhile, and no more."""
+        return self.only(self.shared_with(earlier).differing(earlier))
 
     def only(self, parts: frozenset[Part]) -> RngState:
         """This state, reduced to some parts."""

@@ -23,14 +23,12 @@ from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.families import family_of
-from reforward._runtime.fence import RngState
+from reforward._runtime.fence import TORCH_PARTS, RngState
 
 if TYPE_CHECKING:
     from reforward._runtime.replay import Recorder
 
 _aten = torch.ops.aten
-# What the runtime's own hooks do while a call saves tensors; not part of the call.
-_detach = _aten.detach.default
 # They move data or reserve memory: running them again costs less than keeping what they return.
 _MOVES = {
     _aten.clone.default, _aten._to_copy.default, _aten.copy_.default, _aten.empty_like.default,
@@ -70,7 +68,6 @@ class _Output:
 class _KeptOp:
     """One operation: its outputs, and where it left the random stream if it draws."""
 
-    func: Any
     outputs: list[_Output]
     in_place: bool
     rng: RngState | None
@@ -78,7 +75,7 @@ class _KeptOp:
 
 @dataclass
 class _KeptCall:
-    """One call of a selected function: its kept operations by position.
+    """One call of a selected function: its kept operations by name and ordinal.
 
     Attributes:
         saved_before: tensors that autograd had saved before it, to tell whether a replay ever gets here.
@@ -86,7 +83,7 @@ class _KeptCall:
 
     func: Any
     saved_before: int
-    ops: dict[int, _KeptOp] = field(default_factory=dict)
+    ops: dict[tuple[Any, int], _KeptOp] = field(default_factory=dict)
 
     def seal(self) -> None:
         """In-place operations of the same call (dropout's division of its mask) belong to the kept values."""
@@ -184,8 +181,11 @@ class Keeper:
             return func(*args, **kwargs)
         if kept.func is not func:
             raise self._mismatch(key, f"calls {_name(func)}, where the forward called {_name(kept.func)}")
-        with _AnswerOps(kept, lambda fact: self._mismatch(key, fact)):
-            return func(*args, **kwargs)
+        with _AnswerOps(kept) as answers:
+            result = func(*args, **kwargs)
+        if answers.count != len(kept.ops):
+            raise self._mismatch(key, f"runs {answers.count} of the {len(kept.ops)} operations that the forward kept")
+        return result
 
     # Submodules ----------------------------------------------------------------------------------------------------------
 
@@ -204,14 +204,13 @@ class Keeper:
         frame = self._pass.frame
         assert frame is not None
         saved_before = frame.saved
+        devices = _devices(_torch.tensors_in((args, kwargs)))
+        before = RngState.capture(devices)
         with torch.autograd.graph.saved_tensors_hooks(frame.pack_kept, lambda holder: holder.get()):
             result = function(*args, **kwargs)
         flat, structure = _torch.flatten(result)
-        devices = tuple(
-            {t.device for t in flat if isinstance(t, torch.Tensor) and t.device.type not in ("cpu", "meta")}
-        )
         outputs = [_Output.of(leaf, torch.Tensor.detach) for leaf in flat]
-        self._kept_modules[key] = _KeptModule(outputs, structure, RngState.capture(devices), saved_before)
+        self._kept_modules[key] = _KeptModule(outputs, structure, RngState.capture(devices).moved_since(before), saved_before)
         return result
 
     def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -294,6 +293,19 @@ def _is_in_place(func: Any) -> bool:
     return func.__name__.split(".")[0].endswith("_") and not func.__name__.startswith("__")
 
 
+class _Ordinals:
+    """Names the operations of a call by overload and how often it ran before, so that an operation which only one of the
+    two passes makes (a device query under a fake mode, a copy that one layout needs) doesn't shift the others."""
+
+    def __init__(self):
+        self._seen: dict[Any, int] = {}
+
+    def next(self, func: Any) -> tuple[Any, int]:
+        ordinal = self._seen.get(func, 0)
+        self._seen[func] = ordinal + 1
+        return func, ordinal
+
+
 class _KeepOps(TorchDispatchMode):
     """Keeps what the operations of one call compute."""
 
@@ -301,52 +313,43 @@ class _KeepOps(TorchDispatchMode):
         super().__init__()
         self._kept = kept
         self._family = family
-        self._index = -1
+        self._ordinals = _Ordinals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is _detach:
-            return result
-        self._index += 1
+        key = self._ordinals.next(func)
         in_place = _is_in_place(func)
         if _worth_keeping(func, self._family) and (not in_place or _draws(func)):
             inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
             tensors = _torch.tensors_in(result)
             if in_place or not any(_torch.storage_key(t) in inputs for t in tensors):
                 outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
-                rng = RngState.capture(_devices(tensors)) if _draws(func) else None
-                self._kept.ops[self._index] = _KeptOp(func, outputs, in_place, rng)
+                rng = RngState.capture(_devices(tensors), TORCH_PARTS) if _draws(func) else None
+                self._kept.ops[key] = _KeptOp(outputs, in_place, rng)
         return result
 
 
 class _AnswerOps(TorchDispatchMode):
     """Returns what was kept instead of running the operations of one call."""
 
-    def __init__(self, kept: _KeptCall, mismatch: Callable[[str], ReplayMismatchError]):
+    def __init__(self, kept: _KeptCall):
         super().__init__()
         self._kept = kept
-        self._mismatch = mismatch
-        self._index = -1
+        self._ordinals = _Ordinals()
         self._answered: set[int] = set()
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _detach:
-            return func(*args, **(kwargs or {}))
-        self._index += 1
-        op = self._kept.ops.get(self._index)
+        op = self._kept.ops.get(self._ordinals.next(func))
         if op is None:
             if _is_in_place(func) and _torch.storage_key(args[0]) in self._answered:
                 return args[0]  # the kept value has it already
             return func(*args, **(kwargs or {}))
-        if op.func is not func:
-            raise self._mismatch(f"becomes {func}, where it became {op.func}")
         if op.rng is not None:
             op.rng.apply()
-        if op.in_place:
-            result = args[0].set_(op.outputs[0].value)
-        else:
-            result = self._rebuilt(op)
+        result = args[0].set_(op.outputs[0].value) if op.in_place else self._rebuilt(op)
         self._answered.update(_torch.storage_key(t) for t in _torch.tensors_in(result))
+        self.count += 1
         return result
 
     @staticmethod
