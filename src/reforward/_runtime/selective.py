@@ -322,7 +322,7 @@ class _KeepOps(TorchDispatchMode):
         if _worth_keeping(func, self._family) and (not in_place or _draws(func)):
             inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
             tensors = _torch.tensors_in(result)
-            if in_place or not any(_torch.storage_key(t) in inputs for t in tensors):
+            if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):
                 outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
                 rng = RngState.capture(_devices(tensors), TORCH_PARTS) if _draws(func) else None
                 self._kept.ops[key] = _KeptOp(outputs, in_place, rng)
