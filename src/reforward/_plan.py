@@ -28,7 +28,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pass
 
 
-class Region(_Node, frozen=True, tag="region", tag_field="is"):
+class Region(_Node, frozen=True, kw_only=True, tag="region", tag_field="is"):
     """One call of one module.
 
     Attributes:
@@ -42,7 +42,7 @@ class Region(_Node, frozen=True, tag="region", tag_field="is"):
     module_type: str | None = None
 
 
-class Run(_Node, frozen=True, tag="run", tag_field="is"):
+class Run(_Node, frozen=True, kw_only=True, tag="run", tag_field="is"):
     """Consecutive calls recomputed as one unit; each member receives the output of the one before.
 
     Attributes:
@@ -68,7 +68,7 @@ def leaves(node: Node) -> Iterator[Region]:
             yield from leaves(member)
 
 
-class Plan(_Node, frozen=True):
+class Plan(_Node, frozen=True, kw_only=True):
     """An ordered forest of regions for one model, and what is predicted of it.
 
     Attributes:

@@ -19,14 +19,14 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pass
 
 
-class Device(_Data, frozen=True, tag="device"):
+class Device(_Data, frozen=True, kw_only=True, tag="device"):
     """Saved values stay where they were made."""
 
 
 Place = Device
 
 
-class Ops(_Data, frozen=True, tag="ops"):
+class Ops(_Data, frozen=True, kw_only=True, tag="ops"):
     """Selects the outputs of one family of operations.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ops(_Data, frozen=True, tag="ops"):
             raise InputError(f"there is no family of operations {self.family!r}; known are {', '.join(FAMILIES)}")
 
 
-class Modules(_Data, frozen=True, tag="modules"):
+class Modules(_Data, frozen=True, kw_only=True, tag="modules"):
     """Selects whole submodules: everything that they leave for backward, and their output.
 
     Attributes:
@@ -82,7 +82,7 @@ def selectors(given: str | Selector | Iterable[str | Selector]) -> tuple[Selecto
     return tuple(result)
 
 
-class Save(_Data, frozen=True, tag="save"):
+class Save(_Data, frozen=True, kw_only=True, tag="save"):
     """Everything that backward needs is kept, as without checkpointing.
 
     Attributes:
@@ -92,7 +92,7 @@ class Save(_Data, frozen=True, tag="save"):
     at: Place = Device()
 
 
-class Recompute(_Data, frozen=True, tag="recompute"):
+class Recompute(_Data, frozen=True, kw_only=True, tag="recompute"):
     """Only the block's inputs are kept, and what `save` selects; the rest is computed again when backward needs it.
 
     Attributes:
