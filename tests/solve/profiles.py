@@ -24,8 +24,17 @@ def option(policy, *, kept: int, gradient: int, plain: int, seconds: float, repl
     )
 
 
-def block(index: int, *, plain: int = 16, full: int = 1, selective: dict[int, float] | None = None, gradient: int = UNIT,
-          seconds: float = 1.0, chain: int = 0, path: str | None = None) -> CallCost:  # fmt: skip
+def block(
+    index: int,
+    *,
+    plain: int = 16,
+    full: int = 1,
+    selective: dict[int, float] | None = None,
+    gradient: int = UNIT,
+    seconds: float = 1.0,
+    chain: int = 0,
+    path: str | None = None,
+) -> CallCost:
     """A block whose plain forward leaves `plain` units; `selective` maps kept units to the share that is recomputed."""
     common = {"gradient": gradient, "plain": plain * UNIT, "seconds": seconds}
     options = [

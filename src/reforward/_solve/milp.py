@@ -1,15 +1,15 @@
 """The choice among candidates as a mixed-integer program, solved by HiGHS to proven optimality.
 
-One binary per candidate; every block is covered by exactly one. The live bytes before each event are a continuous variable,
-tied to the one before by the deltas of what is chosen, and at every event of the step live bytes plus the event's peak stay
-within the budget: static memory, gradients that grow during backward, the block being recomputed, loss head and optimizer
-alike. It minimises seconds; recomputed operations break ties. (The interval model is that of Herrmann et al., rotor, 2019,
-as a set partition; the accounting per event that of Jain et al., Checkmate, 2020, per block instead of per operation.)
+One binary per candidate; every block is covered by exactly one. The live bytes before each event are a continuous
+variable, tied to the one before by the deltas of what is chosen, and at every event of the step live bytes plus the
+event's peak stay within the budget: static memory, gradients that grow during backward, the block being recomputed,
+loss head and optimizer alike. It minimises seconds; recomputed operations break ties. (The interval model is that of
+Herrmann et al., rotor, 2019, as a set partition; the accounting per event that of Jain et al., Checkmate, 2020, per
+block instead of per operation.)
 
-Equal blocks make such programs symmetric: any order of the same choices takes the same time. Where swapping two neighbours
-provably changes nothing else, only one order is admitted, the one that needs the fewest bytes (Liu's rule for sequences with
-peaks, 1987): first what ends with fewer bytes than it began with, lowest peak first, then the rest, the largest rise of
-the peak above what stays first.
+Equal blocks make such programs symmetric: any order of the same choices takes the same time. Long stretches of equal
+blocks are therefore counted instead of placed (`stretches.py`): one integer per shape, and one row per shape at which
+the stretch could be highest.
 
 Regime: optimal over the candidates offered, for any trace. Hundreds of blocks, thousands of candidates.
 """
@@ -17,14 +17,16 @@ Regime: optimal over the candidates offered, for any trace. Hundreds of blocks, 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import highspy
 import numpy as np
 
 from reforward._solve.pool import Candidate, Pools
-from reforward._solve.simulate import Effect, Placement, Timeline, gap_effect, placement_effects, run_placements
+from reforward._solve.simulate import Effect, Placement, Timeline, gap_effect, placement_effects, run_placements, width
+from reforward._solve.stretches import Job, gather
 
 _LIVE_RANGE = 1000.0  # bytes are scaled so that the budget is about this, for HiGHS's absolute tolerances
 _COST_RANGE = 1000.0  # as the plain step's cost
@@ -68,17 +70,13 @@ def choose(
     while True:
         status, chosen, gap = program.solve(room, limit_seconds - (time.perf_counter() - began))
         if chosen is None:
-            return Choice(
-                candidates=None, timeline=None, status=status, gap=gap, seconds=time.perf_counter() - began
-            )
+            return Choice(candidates=None, timeline=None, status=status, gap=gap, seconds=time.perf_counter() - began)
         timeline = run_placements(pools.trace, [p for one in chosen for p in placements(pools, one)])
         if timeline.peak_bytes <= budget_bytes:
             break
         # HiGHS holds its rows to a tolerance; bytes are held exactly.
         room -= timeline.peak_bytes - budget_bytes
-    return Choice(
-        candidates=chosen, timeline=timeline, status=status, gap=gap, seconds=time.perf_counter() - began
-    )
+    return Choice(candidates=chosen, timeline=timeline, status=status, gap=gap, seconds=time.perf_counter() - began)
 
 
 def placements(pools: Pools, candidate: Candidate) -> list[Placement]:
@@ -88,24 +86,26 @@ def placements(pools: Pools, candidate: Candidate) -> list[Placement]:
 
 
 class _Program:
-    """The rows and columns. Columns: one per candidate, the live bytes before each event, the peak."""
+    """The rows and columns.
+
+    Columns: one per placed candidate, two per counted shape (how often, whether), the live bytes before each event, the peak.
+    """
 
     def __init__(self, pools: Pools, candidates: Sequence[Candidate], budget_bytes: int, shrink: bool):
         self._pools = pools
-        self._candidates = candidates
         self._profile = pools.trace.profile
-        self._effects = [_effects(pools, candidate) for candidate in candidates]
+        self._stretches, self._placed = gather(pools, candidates)
+        self._effects = [_effects(pools, candidate) for candidate in self._placed]
         self._unit = max(budget_bytes, 1) / _LIVE_RANGE
-        self._live = len(candidates)
+        self._counted = np.cumsum([len(self._placed), *(2 * len(stretch.shapes) for stretch in self._stretches)])
+        self._live = int(self._counted[-1])
         self._peak = self._live + len(self._profile.events) + 1
-        self._highs = highspy.Highs()
-        self._highs.setOptionValue("output_flag", False)
-        self._highs.setOptionValue("mip_rel_gap", 0.0)
-        self._highs.setOptionValue("mip_abs_gap", _GAP * _COST_RANGE)
-        self._highs.setOptionValue("primal_feasibility_tolerance", 1e-9)
-        self._highs.setOptionValue("mip_feasibility_tolerance", 1e-9)
+        self._highs = _solver()
         self._add_columns(shrink)
-        self._add_rows()
+        rows = _Rows()
+        self._cover(rows)
+        self._account(rows)
+        rows.pass_to(self._highs)
 
     def solve(self, room_bytes: int, limit_seconds: float) -> tuple[str, tuple[Candidate, ...] | None, float]:
         """Status, what is chosen (None if nothing fits) and the relative gap."""
@@ -117,71 +117,145 @@ class _Program:
         info = highs.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return status, None, float("inf")
-        values = highs.getSolution().col_value[: len(self._candidates)]
-        chosen = [candidate for candidate, value in zip(self._candidates, values, strict=True) if value > 0.5]
+        counts = np.rint(highs.getSolution().col_value[: self._live]).astype(int).tolist()
+        chosen = [candidate for candidate, count in zip(self._placed, counts, strict=False) if count]
+        for stretch, first in zip(self._stretches, self._counted, strict=False):
+            chosen += stretch.lay_out(counts[first : first + len(stretch.shapes)])
         chosen.sort(key=lambda one: self._pools.chains[one.chain].calls[one.start])
         gap = abs(info.objective_function_value - info.mip_dual_bound) / _COST_RANGE
         return status, tuple(chosen), gap
 
     def _add_columns(self, shrink: bool) -> None:
-        weights, events = self._pools.weights, len(self._profile.events)
-        costs = np.array([
-            weights(sum(e.seconds for e in effects.values()), sum(e.replay_flops for e in effects.values()))
-            for effects in self._effects
-        ])  # fmt: skip
-        chosen = len(self._candidates)
-        # A peak one part in 10⁴ lower is worth more than any time, when peaks are what is minimised.
+        weights = self._pools.weights
+        costs = [weights(*_work(effects.values())) for effects in self._effects]
+        upper = [1.0] * len(costs)
+        for stretch in self._stretches:
+            for shape, jobs in zip(stretch.shapes, zip(*stretch.jobs, strict=True), strict=True):
+                costs.append(weights(*_work(effect for job in jobs for effect in (job.forward, job.backward))))
+                upper.append((stretch.stop - stretch.start) // width(shape))
+            costs += [0.0] * len(stretch.shapes)
+            upper += [1.0] * len(stretch.shapes)
+        # Where peaks are minimised, one part in 10⁵ of a lower peak is worth more than all the time of the step.
         scale = 1e-2 if shrink else _COST_RANGE
-        objective = np.concatenate([costs * scale, np.zeros(events + 1), [1.0 if shrink else 0.0]])
-        lower = np.concatenate([np.zeros(chosen), np.full(events + 1, -highspy.kHighsInf), [0.0]])
-        upper = np.concatenate([np.ones(chosen), np.full(events + 2, highspy.kHighsInf)])
-        count = len(objective)
-        empty = np.zeros(0)
-        self._highs.addCols(count, objective, lower, upper, 0, np.zeros(count, dtype=np.int32), empty.astype(np.int32), empty)
-        kinds = [highspy.HighsVarType.kInteger] * chosen
-        self._highs.changeColsIntegrality(chosen, np.arange(chosen, dtype=np.int32), np.array(kinds))
-
-    def _add_rows(self) -> None:
-        rows = _Rows()
-        self._cover(rows)
-        self._account(rows)
-        for order in _orders(self._pools, self._candidates):
-            rows.add(-highspy.kHighsInf, 1.0, {column: 1.0 for column in order})
-        rows.pass_to(self._highs)
+        lives = len(self._profile.events) + 1
+        infinity = highspy.kHighsInf
+        self._highs.addVars(
+            self._peak + 1,
+            np.concatenate([np.zeros(len(costs)), np.full(lives, -infinity), [0.0]]),
+            np.concatenate([upper, np.full(lives + 1, infinity)]),
+        )
+        objective = np.concatenate([np.array(costs) * scale, np.zeros(lives), [1.0 if shrink else 0.0]])
+        columns = np.arange(self._peak + 1, dtype=np.int32)
+        self._highs.changeColsCost(len(columns), columns, objective)
+        integers = columns[: self._live]
+        self._highs.changeColsIntegrality(
+            len(integers), integers, np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
+        )
 
     def _cover(self, rows: _Rows) -> None:
-        covering: dict[tuple[int, int], dict[int, float]] = {
-            (index, block): {} for index, chain in enumerate(self._pools.chains) for block in range(len(chain))
-        }
-        for column, candidate in enumerate(self._candidates):
+        """Every block is in exactly one candidate."""
+        covering: dict[tuple[int, int], dict[int, float]] = {}
+        for column, candidate in enumerate(self._placed):
             for block in range(candidate.start, candidate.stop):
-                covering[candidate.chain, block][column] = 1.0
+                covering.setdefault((candidate.chain, block), {})[column] = 1.0
         for columns in covering.values():
             rows.add(1.0, 1.0, columns)
+        for stretch, first in zip(self._stretches, self._counted, strict=False):
+            length = stretch.stop - stretch.start
+            widths = {int(first) + i: float(width(shape)) for i, shape in enumerate(stretch.shapes)}
+            rows.add(length, length, widths)
 
     def _account(self, rows: _Rows) -> None:
+        """Live bytes from event to event; the forwards of a counted stretch are one event, and so are its backwards."""
+        start = self._profile.static_bytes / self._unit
+        rows.add(start, start, {self._live: 1.0})
         by_event: list[list[tuple[int, Effect]]] = [[] for _ in self._profile.events]
         for column, effects in enumerate(self._effects):
             for index, effect in effects.items():
                 by_event[index].append((column, effect))
-        start = self._profile.static_bytes / self._unit
-        rows.add(start, start, {self._live: 1.0})
-        for index, event in enumerate(self._profile.events):
-            fixed = gap_effect(event) if event.kind == "gap" else self._fixed(index, event.call)
-            live, delta, peak = self._live + index, fixed.delta_bytes / self._unit, fixed.peak_bytes / self._unit
-            flow = {live + 1: 1.0, live: -1.0}
-            height = {live: 1.0, self._peak: -1.0}
-            for column, effect in by_event[index]:
-                flow[column] = -effect.delta_bytes / self._unit
-                height[column] = effect.peak_bytes / self._unit
-            rows.add(delta, delta, flow)
-            rows.add(-highspy.kHighsInf, -peak, height)
+        counted = self._counted_events()
+        index = 0
+        while index < len(self._profile.events):
+            if index in counted:
+                index = counted[index](rows)
+            else:
+                self._account_event(rows, index, by_event[index])
+                index += 1
 
-    def _fixed(self, index: int, call: int) -> Effect:
-        """The effect of a call that no chain holds (nothing is recomputed there); nothing for the others."""
-        if any(call in calls for chain in self._pools.chains for calls in chain.calls):
-            return Effect()
-        return placement_effects(self._pools.trace, Placement(calls=(call,), shape=0))[index]
+    def _account_event(self, rows: _Rows, index: int, choices: list[tuple[int, Effect]]) -> None:
+        event, live = self._profile.events[index], self._live + index
+        if event.kind == "gap":
+            fixed = gap_effect(event)
+        elif choices:
+            fixed = Effect()
+        else:  # nothing can be chosen for this call: it saves everything
+            fixed = placement_effects(self._pools.trace, Placement(calls=(event.call,), shape=0))[index]
+        flow = {live + 1: 1.0, live: -1.0}
+        height = {live: 1.0, self._peak: -1.0}
+        for column, effect in choices:
+            flow[column] = -effect.delta_bytes / self._unit
+            height[column] = effect.peak_bytes / self._unit
+        rows.add(fixed.delta_bytes / self._unit, fixed.delta_bytes / self._unit, flow)
+        rows.add(-highspy.kHighsInf, -fixed.peak_bytes / self._unit, height)
+
+    def _counted_events(self) -> dict[int, Callable[[_Rows], int]]:
+        """By index of the first event of a stretch's forwards or backwards: adds rows, returns the index after."""
+        found: dict[int, Callable[[_Rows], int]] = {}
+        trace = self._pools.trace
+        for stretch, first in zip(self._stretches, self._counted, strict=False):
+            for calls, jobs in zip(stretch.passes, stretch.jobs, strict=True):
+                ahead, back = trace.forward[calls[0]], trace.backward[calls[-1]]
+                found[ahead] = partial(self._account_forwards, ahead, int(first), jobs, len(calls))
+                found[back] = partial(self._account_backwards, back, int(first), jobs, len(calls))
+        return found
+
+    def _account_forwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: _Rows) -> int:
+        """Only the sum: a stretch is counted only where its backward is the tighter place."""
+        live = self._live + index
+        deltas = {first + i: -job.forward.delta_bytes / self._unit for i, job in enumerate(jobs)}
+        rows.add(0.0, 0.0, {live + length: 1.0, live: -1.0, **deltas})
+        return index + length
+
+    def _account_backwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: _Rows) -> int:
+        """The sum, and the highest point of each shape in use: its job with the most around it.
+
+        Jobs run backward in the reverse of their order. Of equal jobs that rise, seen from the begin of the chain, the
+        last in order is the highest; of those that fall, the first.
+        """
+        live, uses = self._live + index, first + len(jobs)
+        deltas = {first + i: -job.backward.delta_bytes / self._unit for i, job in enumerate(jobs)}
+        rows.add(0.0, 0.0, {live + length: 1.0, live: -1.0, **deltas})
+        after: dict[int, float] = {}
+        for i, job in reversed(list(enumerate(jobs))):
+            delta, peak = job.backward.delta_bytes / self._unit, job.backward.peak_bytes / self._unit
+            rows.add(-highspy.kHighsInf, 0.0, {first + i: 1.0, uses + i: -float(length)})
+            if i and job.rises and jobs[i - 1].rises:
+                # Once a job of the rising kind is used, all later shapes' rows hold anyway: a tighter program.
+                rows.add(-highspy.kHighsInf, 0.0, {uses + i - 1: 1.0, uses + i: -1.0})
+            if not job.rises:
+                after[first + i] = delta
+                peak -= delta
+            rows.add(-highspy.kHighsInf, 0.0, {live: 1.0, self._peak: -1.0, **after, uses + i: peak})
+            after[first + i] = delta
+        return index + length
+
+
+def _solver() -> highspy.Highs:
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("mip_abs_gap", _GAP * _COST_RANGE)
+    solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
+    solver.setOptionValue("primal_feasibility_tolerance", 1e-9)
+    return solver
+
+
+def _work(effects: Iterable[Effect]) -> tuple[float, int]:
+    """Seconds and recomputed operations of effects together."""
+    total = Effect()
+    for effect in effects:
+        total = total.then(effect)
+    return total.seconds, total.replay_flops
 
 
 class _Rows:
@@ -219,10 +293,6 @@ def _effects(pools: Pools, candidate: Candidate) -> dict[int, Effect]:
         for placement in placements(pools, candidate)
         for index, effect in placement_effects(pools.trace, placement).items()
     }
-
-
-def _orders(pools: Pools, candidates: Sequence[Candidate]) -> list[list[int]]:
-    return []
 
 
 _STATUS = {

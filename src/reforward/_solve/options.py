@@ -1,15 +1,16 @@
 """Candidates for a plan: what could be done with each interval of consecutive blocks.
 
-A run's forward doesn't depend on what happens inside it later, so the candidates for one interval differ only in the highest
-bytes of its backward and in seconds. `Contents` finds, interval by interval, the ways to run an interval again and go
-backward through it that no other way beats in both. A way is a first member followed by a way for the rest; a member is one
-block under an option, or a shorter run. Without the limits below this is the full search over nested runs, and for equal
-blocks the recursion of Griewank & Walther's `revolve` (2000), with several options per block and real costs.
+A run's forward doesn't depend on what happens inside it later, so the candidates for one interval differ only in the
+highest bytes of its backward and in seconds. `Contents` finds, interval by interval, the ways to run an interval
+again and go backward through it that no other way beats in both. A way is a first member followed by a way for the
+rest; a member is one block under an option, or a shorter run. Without the limits below this is the full search over
+nested runs, and for equal blocks the recursion of Griewank & Walther's `revolve` (2000), with several options per
+block and real costs.
 
 Regime: chains of any kind; equal intervals are searched once, so 100 equal blocks take a fraction of a second.
-Shortfalls: each interval keeps a limited number of ways, spread over the whole range; runs have a limited set of lengths and
-depth; all-different blocks get shorter runs. Gaps between the blocks of an interval are left out of the comparison of its
-ways (the program in `milp.py` counts them). A plan is therefore optimal over these candidates.
+Shortfalls: each interval keeps a limited number of ways, spread over the whole range; runs have a limited set of
+lengths and depth; all-different blocks get shorter runs. Gaps between the blocks of an interval are left out of the
+comparison of its ways (the program in `milp.py` counts them). A plan is therefore optimal over these candidates.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Contents:
         return list(tails[0].ways)
 
     def _run_lengths(self) -> tuple[int, ...]:
-        """All the short lengths, then in steps of about a quarter, up to where there are too many kinds of intervals."""
+        """All the short lengths, then steps of a quarter, up to where there are too many kinds of intervals."""
         if not self._allow.runs or self._allow.depth < 1:
             return ()
         keys, kinds, longest = self.chain.keys, 0, 0
@@ -319,7 +320,7 @@ class _Head(_Front):
         )
 
     def before(self, tail: _Tail) -> tuple[np.ndarray, np.ndarray]:
-        """Peaks and costs of every alternative (rows) followed by every way of the tail (columns), relative to the begin."""
+        """Peaks and costs of every alternative (rows) with every way of the tail (columns), from the begin."""
         ahead = np.maximum(self.forward_peak_bytes, self.held_bytes + tail.peaks)
         back = self.held_bytes + tail.left_bytes + self.peaks
         return np.maximum(ahead[None, :], back[:, None]), self.costs[:, None] + tail.costs[None, :]

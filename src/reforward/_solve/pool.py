@@ -1,8 +1,9 @@
 """Which candidates a budget calls for: few enough for a program that is solved to proven optimality in seconds.
 
-Every block gets all its useful options. Runs are taken from the plans that `Contents.whole` finds on both sides of the budget,
-chain by chain; each run so found, and its neighbours in length, is offered wherever the same kinds of blocks follow each
-other. That makes the choice heuristic in which runs are offered, and exact in how they are put together.
+Every block gets all its useful options. Runs are taken from the plans that `Contents.whole` finds on both sides of
+the budget, chain by chain; each run so found, and its neighbours in length, is offered wherever the same kinds of
+blocks follow each other. That makes the choice heuristic in which runs are offered, and exact in how they are put
+together.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class Pools:
                             found[offered] = None
         return list(found)
 
+    def guess(self, budget_bytes: int) -> list[Candidate]:
+        """The plan that `Contents.whole` expects to fit, or its leanest: chain by chain, the others recomputing everything."""
+        found = []
+        for index, ways in enumerate(self._ways):
+            way = next((way for way in ways if way.peak_bytes <= budget_bytes), ways[-1])
+            found += [Candidate(chain=index, start=start, shape=shape) for start, shape in _starts(way)]
+        return found
+
     def _near(self, index: int, budget_bytes: int) -> list[Way]:
         ways = self._ways[index]
         fits = next((i for i, way in enumerate(ways) if way.peak_bytes <= budget_bytes), len(ways) - 1)
@@ -95,7 +104,7 @@ def _starts(way: Way) -> list[tuple[int, Shape]]:
 
 
 def _offers(contents: Contents, index: int, start: int, shape: tuple[Shape, ...]) -> list[Candidate]:
-    """The run itself, and those one block shorter and longer with the nearest peak, wherever the kinds of blocks agree."""
+    """The run, and those one block shorter and longer with the nearest peak, wherever kinds of blocks agree."""
     keys, length = contents.chain.keys, width(shape)
     offers = _everywhere(keys, index, start, shape)
     own = next((way.peak_bytes for way in contents.runs(start, length) if way.shapes == shape), None)

@@ -1,11 +1,12 @@
 """Profile + plan → timeline of bytes and seconds: the one oracle for solvers, tests and plots.
 
-A region costs what its option says. A run has no cost of its own: its members run forward as if each recomputed everything,
-without the boundaries between them; its first backward event runs them again from the first input, each under its own
-policy, and stops before the last output is kept. A run inside a run does the same one level down.
+A region costs what its option says. A run has no cost of its own: its members run forward as if each recomputed
+everything, without the boundaries between them; its first backward event runs them again from the first input, each
+under its own policy, and stops before the last output is kept. A run inside a run does the same one level down.
 
-What a run keeps of a member beside its output (the state of the random generators) is held until that member's backward ends,
-once for every run around it, so that the bytes of a run add up to the bytes of its calls without a plan.
+What a run keeps of a member beside its output (the state of the random generators) is held until that member's
+backward ends, once for every run around it, so that the bytes of a run add up to the bytes of its calls without a
+plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FULL = 1  # index of Recompute() among a call's options
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What one event adds. `peak_bytes` is the highest live bytes during the event, relative to its begin, at least 0."""
+    """What one event adds. `peak_bytes`: the highest live bytes during it, relative to its begin, at least 0."""
 
     delta_bytes: int = 0
     peak_bytes: int = 0
@@ -104,7 +105,9 @@ class Trace:
             if event.kind == kind:
                 if event.call in found:
                     path = self.profile.calls[event.call].path
-                    raise InputError(f"one call of block {path!r} has two {kind} events; profile a step that runs each once")
+                    raise InputError(
+                        f"one call of block {path!r} has two {kind} events; profile a step that runs each once"
+                    )
                 found[event.call] = index
         return found
 
@@ -113,7 +116,7 @@ def simulate(profile: Profile, plan: Plan) -> Timeline:
     """Runs the plan on the profile's numbers. Blocks that the plan doesn't name save everything.
 
     Raises:
-        PlanError: a node names a block without a call, a policy without a cost, or a run of calls that aren't consecutive.
+        PlanError: a node names an unknown block, a policy without a cost, or a run of calls that aren't consecutive.
     """
     trace = Trace(profile)
     placements = [placement for node in plan.nodes for placement in place(trace, node)]
@@ -157,7 +160,7 @@ def gap_effect(event: Event) -> Effect:
 
 
 def run_forward(costs: Sequence[CallCost]) -> list[Effect]:
-    """Forward of a run, call by call: each input is freed as soon as the call after it has consumed it, but for the first."""
+    """Forward of a run, call by call: each input but the first is freed once it is consumed."""
     effects = []
     for index, cost in enumerate(costs):
         consumed = Effect(delta_bytes=-costs[index - 1].output_bytes if index else 0)
@@ -169,10 +172,8 @@ def replay(costs: Sequence[CallCost], shape: tuple[Shape, ...]) -> Effect:
     """The members of a run, run again from its first input, each under its own policy."""
     total = Effect()
     for member, member_costs in members(costs, shape):
-        if isinstance(member, int):
-            steps = [_forward(member_costs[0].options[member])]
-        else:
-            steps = run_forward(member_costs)
+        single = isinstance(member, int)
+        steps = [_forward(member_costs[0].options[member])] if single else run_forward(member_costs)
         for cost, step in zip(member_costs, steps, strict=True):
             total = total.then(step).then(Effect(replay_flops=cost.options[FULL].replay_flops))
     return total.then(Effect(delta_bytes=-costs[-1].output_bytes))
@@ -232,7 +233,9 @@ def _check_run(trace: Trace, paths: list[str], calls: tuple[int, ...]) -> None:
     profile, name = trace.profile, f"the run {paths[0]} … {paths[-1]}"
     if [profile.calls[call].path for call in calls] != paths:
         called = ", ".join(profile.calls[call].path for call in calls)
-        raise PlanError(f"{name} doesn't match the order in which its blocks are called ({called}); give each its own region")
+        raise PlanError(
+            f"{name} doesn't match the order in which its blocks are called ({called}); give each its own region"
+        )
     if calls != tuple(range(calls[0], calls[0] + len(calls))) or len({profile.calls[call].chain for call in calls}) > 1:
         raise PlanError(
             f"{name} isn't one chain of consecutive calls, so its later blocks can't be run again from its first input;"

@@ -1,0 +1,61 @@
+"""Profile + budget → plan. Pure: no torch, no input or output."""
+
+from __future__ import annotations
+
+from reforward._errors import InputError
+from reforward._plan import Plan
+from reforward._profile_type import Profile
+from reforward._solve.frontier import FrontierPoint, frontier, smallest_peak
+from reforward._solve.options import Allow
+from reforward._solve.peak import Peak, explain_peak
+from reforward._solve.planner import Planner, Solution
+from reforward._solve.simulate import Moment, Timeline, simulate
+from reforward._units import parse_bytes, parse_share
+
+__all__ = [
+    "Allow",
+    "FrontierPoint",
+    "Moment",
+    "Peak",
+    "Planner",
+    "Solution",
+    "Timeline",
+    "explain_peak",
+    "find",
+    "frontier",
+    "simulate",
+    "smallest_peak",
+    "solve",
+]
+
+
+def solve(profile: Profile, budget: str | int | float, *, allow: Allow | None = None) -> Plan:
+    """The fastest plan whose predicted peak stays within the budget at every moment of the step.
+
+    Args:
+        profile: the step in numbers.
+        budget: bytes of the whole step's peak: `"6GiB"`, `900_000_000`, or `"60%"` of the plain step's peak.
+        allow: what the plan may be made of; None: everything.
+
+    Returns:
+        The plan with its predictions. Blocks that it doesn't name save everything.
+
+    Raises:
+        InputError: the budget isn't a finite, positive size.
+        BudgetError: no plan fits; the message says which budget can be met and what holds it up.
+    """
+    return find(profile, budget, allow=allow).plan
+
+
+def find(profile: Profile, budget: str | int | float, *, allow: Allow | None = None) -> Solution:
+    """As `solve`, with the timeline and how the solver did."""
+    planner = Planner(profile, allow)
+    share = parse_share(budget) if isinstance(budget, str) else None
+    if share is None:
+        return planner.find(parse_bytes(budget))
+    part, of_device = share
+    if of_device:
+        raise InputError(
+            f"{budget!r} is a share of a device, which a profile doesn't know; give bytes or a share of the peak"
+        )
+    return planner.find(max(1, int(part * planner.plain.peak_bytes)))
