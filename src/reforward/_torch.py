@@ -122,3 +122,30 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Checked on 2.13.0: the public accessors refuse tensors that aren't coalesced.
     """
     return tensor._indices(), tensor._values()
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have shapes and no values; real tensors that are met count as fake ones.
+
+    Checked on 2.13.0: the one way to trace a step for another device's kernels without memory; torch.export and
+    FSDP's memory tracker are built on it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def put_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
+    """Exchanges a parameter for any tensor, which `setattr` refuses."""
+    module._parameters[name] = parameter  # pyright: ignore[reportArgumentType]
+
+
+def put_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Exchanges a buffer."""
+    module._buffers[name] = buffer
+
+
+def named_own(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and the buffers that the module holds itself, by name."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    return parameters, own_buffers(module)

@@ -279,6 +279,28 @@ class _Families(TorchFunctionMode):
         return self._handle(family, func, args, kwargs or {})
 
 
+class _Seen(TorchFunctionMode):
+    """Notes the families of the functions called inside it."""
+
+    def __init__(self, found: set[str]):
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        family = family_of(func)
+        if family is not None:
+            self._found.add(family)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def families_of() -> Iterator[set[str]]:
+    """The families of operations that are called inside, as a policy would see them."""
+    found: set[str] = set()
+    with _Seen(found):
+        yield found
+
+
 def _worth_keeping(func: Any, family: str) -> bool:
     if func in _MOVES:
         return False

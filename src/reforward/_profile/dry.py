@@ -1,0 +1,288 @@
+"""A dry run: the step on fake tensors, by the very runtime that will run it, with an account of every storage.
+
+The trace is cut at the begin and the end of every block's forward and backward. A block's backward begins when the gradient
+of its output is there and ends when that of its input is; what lies between are gaps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from reforward import _torch
+from reforward._blocks import Block, modules_by_path
+from reforward._errors import DryRunError, ReforwardError, StepError
+from reforward._measure.tracker import StorageTracker, Tag
+from reforward._measure.workspace import OutputSizes, Workspaces
+from reforward._profile.faking import FakeStep, faked
+from reforward._runtime import is_replaying
+from reforward._step import Phase, Step
+
+_GRADIENT = Tag("backward", "gradient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of the trace. Bytes are relative to what was live at its begin.
+
+    Attributes:
+        kind: "forward" or "backward" of a block call, or "gap".
+        call: index of the call; -1 for a gap.
+        phase: "forward", "backward" or "optimizer".
+        delta_bytes: live at the end.
+        peak_bytes: highest in between, at least 0.
+        flops: of the operations that ran.
+    """
+
+    kind: Literal["forward", "backward", "gap"]
+    call: int
+    phase: str
+    delta_bytes: int
+    peak_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCall:
+    """One call of a block, as the dry run met it.
+
+    Attributes:
+        block: the block.
+        follows: whether it received the output of the call before it.
+        output_bytes: size of the storages of its output.
+        inputs: shape, type and requires_grad of each tensor it was given.
+    """
+
+    block: Block
+    follows: bool
+    output_bytes: int
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a dry run tells.
+
+    Attributes:
+        peak_bytes: of the whole step, static memory included.
+        static_bytes: live before the step.
+        breakdown: bytes at the peak by part: "parameters", "buffers", "gradients", "optimizer", "batch",
+            "block:<path>", "head", "temporaries". They sum to the peak.
+        calls: the block calls, in order.
+        segments: the trace, without gaps in time.
+        parameter_bytes, optimizer_bytes, gradient_bytes: parts of the static memory; gradients as they are when all exist.
+    """
+
+    peak_bytes: int
+    static_bytes: int
+    breakdown: dict[str, int]
+    calls: tuple[BlockCall, ...]
+    segments: tuple[Segment, ...]
+    parameter_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What only real kernels can tell a dry run: their workspaces, and the sizes of their opaque outputs."""
+
+    workspaces: Workspaces = field(default_factory=Workspaces)
+    output_sizes: OutputSizes = field(default_factory=OutputSizes)
+
+
+def dry_run(
+    model: nn.Module, step: Step, blocks: Sequence[Block], *, variant: int = 0, knowledge: Knowledge | None = None
+) -> DryRun:
+    """Runs a step on fake tensors, under whatever plan is on the model. Model, optimizer and random streams stay as they are.
+
+    Raises:
+        DryRunError: the model needs values of tensors (`.item()`, shapes that depend on data).
+        StepError: the step never calls a block, or has no scalar loss.
+    """
+    knowledge = knowledge or Knowledge()
+    try:
+        with faked(model, step) as fake:
+            result = _tracked(model, fake, blocks, variant, knowledge)
+    except ReforwardError:
+        raise
+    except Exception as error:
+        raise DryRunError(
+            f"{type(model).__name__} can't be run without values: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    if blocks and not result.calls:
+        raise StepError(
+            f"the step never calls a block of {type(model).__name__} ({blocks[0].path!r}, ...); is it another model's step?"
+        )
+    return result
+
+
+def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant: int, knowledge: Knowledge) -> DryRun:
+    tracker = StorageTracker(workspace=knowledge.workspaces.lookup, output_bytes=knowledge.output_sizes.lookup)
+    static = {
+        "parameters": fake.parameters,
+        "buffers": fake.buffers,
+        "gradients": fake.gradients,
+        "optimizer": fake.optimizer,
+        "batch": fake.batch,
+    }
+    sizes = _sizes(static)
+    for tensors in static.values():
+        tracker.ignore(tensors)
+    handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in fake.parameters if p.requires_grad]
+    watch = _Watch(tracker)
+    with tracker, watch.flops, watch.blocks(model, blocks):
+        fake.step.run(variant, phase=watch.phase)
+        gradient_bytes = sizes["gradients"] + sum(p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None)
+        del handles
+    return DryRun(
+        peak_bytes=sum(sizes.values()) + tracker.peak_bytes,
+        static_bytes=sum(sizes.values()),
+        breakdown=_breakdown(sizes, tracker),
+        calls=tuple(watch.calls),
+        segments=tuple(watch.segments),
+        parameter_bytes=sizes["parameters"],
+        optimizer_bytes=sizes["optimizer"],
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def _retagger(tracker: StorageTracker) -> Any:
+    reference = weakref.ref(tracker)
+
+    def retag(parameter: torch.Tensor) -> None:
+        owner = reference()
+        if owner is not None and parameter.grad is not None:
+            owner.retag(parameter.grad, _GRADIENT)
+
+    return retag
+
+
+def _sizes(static: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, int]:
+    """Bytes of each kind's storages; one that two kinds share counts for the first."""
+    seen: set[int] = set()
+    sizes = {}
+    for kind, tensors in static.items():
+        new = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors if _torch.storage_key(t) not in seen}
+        seen |= new.keys()
+        sizes[kind] = sum(new.values())
+    return sizes
+
+
+def _breakdown(sizes: dict[str, int], tracker: StorageTracker) -> dict[str, int]:
+    parts = dict(sizes)
+    for tag, count in tracker.peak_by_tag.items():
+        if tag == _GRADIENT:
+            part = "gradients"
+        elif tag.phase == "forward":
+            part = f"block:{tag.label}" if tag.label else "head"
+        else:
+            part = "temporaries"
+        parts[part] = parts.get(part, 0) + count
+    parts["temporaries"] = parts.get("temporaries", 0) + tracker.peak_workspace_bytes
+    return parts
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the floating-point operations of what runs, by torch's own formulas."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+class _Watch:
+    """Cuts the trace where blocks begin and end."""
+
+    def __init__(self, tracker: StorageTracker):
+        self.flops = _Flops()
+        self.calls: list[BlockCall] = []
+        self.segments: list[Segment] = []
+        self._tracker = tracker
+        self._open: tuple[Literal["forward", "backward", "gap"], int] = ("gap", -1)
+        self._begin_bytes = 0
+        self._begin_flops = 0
+        self._output: list[weakref.ref[torch.Tensor]] = []
+
+    def cut(self, kind: Literal["forward", "backward", "gap"], call: int) -> None:
+        """Ends the open segment and begins another."""
+        mark = self._tracker.mark("")
+        kind_before, call_before = self._open
+        delta, flops = mark.live_bytes - self._begin_bytes, self.flops.total - self._begin_flops
+        peak = max(mark.peak_bytes - self._begin_bytes, 0)
+        if kind_before != "gap" or delta or peak or flops:
+            self.segments.append(
+                Segment(
+                    kind=kind_before, call=call_before, phase=self._tracker.phase,
+                    delta_bytes=delta, peak_bytes=peak, flops=flops,
+                )
+            )  # fmt: skip
+        self._open, self._begin_bytes, self._begin_flops = (kind, call), mark.live_bytes, self.flops.total
+        self._tracker.label = self.calls[call].block.path if call >= 0 else ""
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        with self._tracker.in_phase(name):
+            yield
+            self.cut("gap", -1)
+
+    @contextmanager
+    def blocks(self, model: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
+        """Watches the calls of the blocks."""
+        by_path = modules_by_path(model)
+        with ExitStack() as stack:
+            for block in blocks:
+                module = by_path[block.path]
+                begin = module.register_forward_pre_hook(self._beginner(block), with_kwargs=True)
+                stack.callback(begin.remove)
+                stack.callback(module.register_forward_hook(self._end_forward).remove)
+            yield
+
+    def _beginner(self, block: Block) -> Any:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = _torch.tensors_in((args, kwargs))
+            follows = any(reference() is t for reference in self._output for t in given)
+            inputs = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in given)
+            call = len(self.calls)
+            self.calls.append(BlockCall(block=block, follows=follows, output_bytes=0, inputs=inputs))
+            self.cut("forward", call)
+            for tensor in given:
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    tensor.register_hook(lambda gradient, call=call: self._end_backward(call))
+
+        return begin
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._open[1]
+        tensors = _torch.tensors_in(output)
+        self._output = [weakref.ref(t) for t in tensors]
+        size = sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+        known = self.calls[call]
+        self.calls[call] = BlockCall(block=known.block, follows=known.follows, output_bytes=size, inputs=known.inputs)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, call=call: self._begin_backward(call))
+        self.cut("gap", -1)
+
+    def _begin_backward(self, call: int) -> None:
+        if self._open != ("backward", call) and not is_replaying():
+            self.cut("backward", call)
+
+    def _end_backward(self, call: int) -> None:
+        if self._open == ("backward", call):
+            self.cut("gap", -1)

@@ -1,0 +1,181 @@
+"""profile: puts dry runs and real costs together into a Profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from reforward._blocks import Block, find_blocks, modules_by_path
+from reforward._errors import DryRunError
+from reforward._policy import Policy, Recompute, Save
+from reforward._profile.dry import BlockCall, DryRun, Segment, dry_run
+from reforward._profile.real import RealCosts, real_costs, signature
+from reforward._profile_type import CallCost, Event, OptionCost, Profile
+from reforward._runtime import attached
+from reforward._step import Step
+from reforward._techniques import none
+
+Progress = Callable[[str, float], None]
+
+# A linear operation's backward does two products for the one of its forward; what isn't in a block is taken to be of that kind.
+_BACKWARD_PER_FORWARD = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """A profile with what it was made from.
+
+    Attributes:
+        profile: what the solver sees.
+        blocks: the blocks found.
+        plain: the dry run without a plan, of the heaviest batch.
+        costs: what real kernels told.
+        variant: the heaviest batch.
+    """
+
+    profile: Profile
+    blocks: tuple[Block, ...]
+    plain: DryRun
+    costs: RealCosts
+    variant: int
+
+
+def profile(model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None) -> Profile:
+    """The step as an ordered trace, with bytes and seconds of each block call under each option.
+
+    The plain step isn't run: memory comes from dry runs, seconds from single blocks. Model, optimizer, gradients and random
+    streams stay as they are. Of several batches, the one whose plain step needs most is profiled.
+
+    Args:
+        model: the model; a plan that is on it is suspended meanwhile.
+        step: the step, or a function without arguments that returns its loss.
+        blocks: as `find_blocks` gives them; None finds them.
+
+    Raises:
+        DryRunError: the model can't be run on fake tensors.
+        StepError: the step can't be run, or calls no block.
+    """
+    return profile_step(model, Step.of(step), blocks=blocks).profile
+
+
+def profile_step(
+    model: nn.Module, step: Step, *, blocks: Sequence[Block] | None = None, progress: Progress = lambda text, share: None
+) -> Profiled:
+    """`profile`, with what it was made from."""
+    found = tuple(blocks) if blocks is not None else find_blocks(model)
+    with attached(model, none()):
+        progress("dry run of the plain step", 0.0)
+        first = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
+        variant = max(range(step.variants), key=lambda index: first[index].peak_bytes)
+        progress("timing the blocks", 0.2)
+        costs = real_costs(model, step, first[variant].calls, variant)
+        runs: dict[Policy, DryRun] = {}
+        for number, policy in enumerate(costs.policies):
+            progress("dry runs of the options", 0.5 + 0.5 * number / len(costs.policies))
+            with attached(model, policy if isinstance(policy, Recompute) else none()):
+                runs[policy] = dry_run(model, step, found, variant=variant, knowledge=costs.knowledge)
+    made = _assemble(model, found, runs, costs)
+    return Profiled(profile=made, blocks=found, plain=runs[Save()], costs=costs, variant=variant)
+
+
+def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryRun], costs: RealCosts) -> Profile:
+    plain = runs[Save()]
+    by_path = modules_by_path(model)
+    numbers: dict[object, int] = {}
+    calls: list[CallCost] = []
+    chain = -1
+    tables = {policy: _by_call(run) for policy, run in runs.items()}
+    for index, call in enumerate(plain.calls):
+        chain += not call.follows
+        key = signature(by_path[call.block.path], call)
+        options = _options(index, key, tables, costs)
+        number = numbers.setdefault((key, call.output_bytes, options), len(numbers))
+        calls.append(
+            CallCost(
+                path=call.block.path,
+                module_type=call.block.module_type,
+                chain=chain,
+                output_bytes=call.output_bytes,
+                options=options,
+                signature=number,
+            )
+        )
+    return Profile(
+        static_bytes=plain.static_bytes,
+        parameter_bytes=plain.parameter_bytes,
+        gradient_bytes=plain.gradient_bytes,
+        optimizer_bytes=plain.optimizer_bytes,
+        calls=tuple(calls),
+        events=_events(plain, costs),
+        blocks=tuple(block.path for block in blocks),
+    )
+
+
+def _by_call(run: DryRun) -> dict[tuple[str, int], Segment]:
+    table: dict[tuple[str, int], Segment] = {}
+    for segment in run.segments:
+        key = segment.kind, segment.call
+        if segment.kind != "gap" and key in table:
+            raise DryRunError(
+                f"block {run.calls[segment.call].block.path!r} has two {segment.kind} passes in one call; profile a step whose"
+                " backward goes through each block once"
+            )
+        table[key] = segment
+    return table
+
+
+def _options(
+    index: int, key: object, tables: dict[Policy, dict[tuple[str, int], Segment]], costs: RealCosts
+) -> tuple[OptionCost, ...]:
+    """The options of one call; only the plain one if its backward never runs."""
+    plain_backward = tables[Save()].get(("backward", index))
+    options: dict[Policy, OptionCost] = {}
+    for policy, table in tables.items():
+        ahead, back = table[("forward", index)], table.get(("backward", index))
+        seconds = costs.blocks[key][policy]  # pyright: ignore[reportArgumentType]
+        if back is None and policy != Save():
+            continue
+        options[policy] = OptionCost(
+            policy=policy,
+            forward_delta_bytes=ahead.delta_bytes,
+            forward_peak_bytes=ahead.peak_bytes,
+            backward_delta_bytes=back.delta_bytes if back else 0,
+            backward_peak_bytes=back.peak_bytes if back else 0,
+            forward_seconds=seconds.forward,
+            backward_seconds=seconds.backward if back else 0.0,
+            replay_seconds=seconds.replay if back else 0.0,
+            replay_flops=back.flops - plain_backward.flops if back and plain_backward else 0,
+        )
+    return tuple(options.values())
+
+
+def _events(plain: DryRun, costs: RealCosts) -> tuple[Event, ...]:
+    """The trace; the seconds outside of blocks are shared out over the gaps of a phase by the work in them."""
+    outside = max(0.0, costs.forward_seconds - _forward_seconds(plain, costs))
+    seconds = {"forward": outside, "backward": outside * _BACKWARD_PER_FORWARD, "optimizer": costs.optimizer_seconds}
+    gaps = [segment for segment in plain.segments if segment.kind == "gap"]
+    weights = {phase: sum(_weight(gap) for gap in gaps if gap.phase == phase) for phase in seconds}
+    return tuple(
+        Event(kind=segment.kind, call=segment.call)
+        if segment.kind != "gap"
+        else Event(
+            kind="gap",
+            name=segment.phase,
+            delta_bytes=segment.delta_bytes,
+            peak_bytes=segment.peak_bytes,
+            seconds=seconds[segment.phase] * _weight(segment) / weights[segment.phase],
+        )
+        for segment in plain.segments
+    )
+
+
+def _forward_seconds(plain: DryRun, costs: RealCosts) -> float:
+    by_inputs = {(key[0], key[2]): seconds for key, seconds in costs.blocks.items()}
+    return sum(by_inputs[call.block.module_type, call.inputs][Save()].forward for call in plain.calls)
+
+
+def _weight(gap: Segment) -> float:
+    return 1.0 + gap.flops + gap.peak_bytes

@@ -1,0 +1,248 @@
+"""What only real kernels can tell: seconds, workspaces, opaque sizes. Runs the step's parts, never the plain step whole.
+
+The forward runs once without gradients, which holds no activations; it shows the inputs of each distinct block. Then one
+block of each kind runs forward and backward by itself, under every policy in question.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from reforward import _torch
+from reforward._blocks import modules_by_path
+from reforward._measure.measure import device_of
+from reforward._measure.state import preserved
+from reforward._measure.static import step_inputs
+from reforward._measure.trace import record
+from reforward._measure.workspace import OutputSizes, Workspaces
+from reforward._policy import Policy, Recompute, Save
+from reforward._profile.dry import BlockCall, Knowledge
+from reforward._runtime import attached, families_of
+from reforward._step import Step
+
+_REPEATS = 3
+# The optimizer is timed on so many elements and scaled to all of them: its cost is proportional to their number.
+_OPTIMIZER_ELEMENTS = 2**22
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSeconds:
+    """Of one block call under one policy: forward, backward, and what the policy adds to both."""
+
+    forward: float
+    backward: float
+    replay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealCosts:
+    """What the parts of a step cost.
+
+    Attributes:
+        knowledge: for dry runs.
+        policies: what was tried: Save(), Recompute(), then what can be selected in these blocks.
+        blocks: seconds by signature and policy.
+        forward_seconds: of the whole forward, without gradients.
+        optimizer_seconds: of the optimizer's step.
+    """
+
+    knowledge: Knowledge
+    policies: tuple[Policy, ...]
+    blocks: dict[Signature, dict[Policy, BlockSeconds]]
+    forward_seconds: float
+    optimizer_seconds: float
+
+
+def signature(module: nn.Module, call: BlockCall) -> Signature:
+    """Equal for block calls that cost the same: same class and sizes, same inputs."""
+    return call.block.module_type, repr(module), call.inputs
+
+
+def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int) -> RealCosts:
+    """Times and profiles the parts of a step. The model must have no plan on it; it stays as it is."""
+    device = device_of(model)
+    with preserved(model, also=step_inputs(step)):
+        by_path = modules_by_path(model)
+        signatures = [signature(by_path[call.block.path], call) for call in calls]
+        inputs, forward_seconds, knowledge = _forward(model, step, calls, signatures, variant, device)
+        bench = _Bench(model, by_path, device)
+        paths = {key: call.block.path for key, call in zip(reversed(signatures), reversed(calls), strict=True)}
+        families = set().union(*(bench.families(paths[key], given) for key, given in inputs.items()))
+        policies = _policies(families)
+        for key, given in inputs.items():
+            knowledge = bench.learn(paths[key], given, knowledge)
+        blocks = {key: bench.seconds(paths[key], given, policies) for key, given in inputs.items()}
+    return RealCosts(
+        knowledge=knowledge,
+        policies=policies,
+        blocks=blocks,
+        forward_seconds=forward_seconds,
+        optimizer_seconds=_optimizer_seconds(step.optimizer, device),
+    )
+
+
+def _policies(families: set[str]) -> tuple[Policy, ...]:
+    """The policies worth trying where these families of operations run."""
+    heavy = [family for family in ("attention", "matmul", "conv") if family in families]
+    sets = [(family,) for family in heavy] + ([tuple(heavy)] if len(heavy) > 1 else [])
+    return (Save(), Recompute(), *(Recompute(save=chosen) for chosen in sets))
+
+
+class _Inputs:
+    """Arguments of a block call, kept by value."""
+
+    def __init__(self, args: Any, kwargs: Any, requires_grad: Sequence[bool]):
+        leaves, self._structure = _torch.flatten((args, kwargs))
+        flags = iter(requires_grad)
+        self._leaves = [
+            (leaf.detach().clone(), next(flags)) if isinstance(leaf, torch.Tensor) else (copy.copy(leaf), False)
+            for leaf in leaves
+        ]
+
+    def fresh(self) -> tuple[Any, Any]:
+        leaves = [
+            leaf.detach().requires_grad_(wants) if isinstance(leaf, torch.Tensor) else leaf for leaf, wants in self._leaves
+        ]
+        return _torch.unflatten(leaves, self._structure)
+
+
+def _forward(
+    model: nn.Module,
+    step: Step,
+    calls: Sequence[BlockCall],
+    signatures: Sequence[Signature],
+    variant: int,
+    device: torch.device,
+) -> tuple[dict[Signature, _Inputs], float, Knowledge]:
+    """The forward without gradients: inputs of each distinct call, seconds, and what its kernels need."""
+    inputs: dict[Signature, _Inputs] = {}
+    sizes = OutputSizes()
+    with torch.no_grad():
+        with _captured(model, calls, signatures, inputs), sizes:
+            step.loss(variant)
+        seconds = min(_timed(lambda: step.loss(variant), device) for _ in range(2))
+        trace = record(lambda: step.loss(variant), device=device, shapes=True)
+    return inputs, seconds, Knowledge(workspaces=Workspaces.from_trace(trace), output_sizes=sizes)
+
+
+@contextmanager
+def _captured(
+    model: nn.Module, calls: Sequence[BlockCall], signatures: Sequence[Signature], inputs: dict[Signature, _Inputs]
+) -> Iterator[None]:
+    by_path = modules_by_path(model)
+    count = iter(range(len(calls)))
+
+    def capture(module: nn.Module, args: Any, kwargs: Any) -> None:
+        index = next(count)
+        if signatures[index] not in inputs:
+            inputs[signatures[index]] = _Inputs(args, kwargs, [wants for _, _, wants in calls[index].inputs])
+
+    modules = list(dict.fromkeys(by_path[call.block.path] for call in calls))
+    handles = [module.register_forward_pre_hook(capture, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Bench:
+    """Runs single blocks forward and backward."""
+
+    def __init__(self, model: nn.Module, by_path: dict[str, nn.Module], device: torch.device):
+        self._model = model
+        self._by_path = by_path
+        self._device = device
+
+    def families(self, path: str, given: _Inputs) -> set[str]:
+        """The families of operations that the block's forward is written with."""
+        args, kwargs = given.fresh()
+        with torch.no_grad(), families_of() as found:
+            self._by_path[path](*args, **kwargs)
+        return found
+
+    def learn(self, path: str, given: _Inputs, known: Knowledge) -> Knowledge:
+        """Adds what the block's kernels need, forward and backward."""
+        with known.output_sizes:
+            self._run(path, given)
+        trace = record(lambda: self._run(path, given), device=self._device, shapes=True)
+        return Knowledge(
+            workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
+        )
+
+    def seconds(self, path: str, given: _Inputs, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
+        """Durations under each policy: the least of some interleaved runs."""
+        runs: dict[Policy, list[tuple[float, float]]] = {policy: [] for policy in policies}
+        for _ in range(_REPEATS):
+            for policy in policies:
+                with attached(self._model, {path: policy}):
+                    runs[policy].append(self._run(path, given))
+        best = {policy: (min(f for f, _ in taken), min(b for _, b in taken)) for policy, taken in runs.items()}
+        forward, backward = best[policies[0]]
+        return {
+            policy: BlockSeconds(forward=forward, backward=backward, replay=max(0.0, f + b - forward - backward))
+            for policy, (f, b) in best.items()
+        }
+
+    def _run(self, path: str, given: _Inputs) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        module = self._by_path[path]
+        args, kwargs = given.fresh()
+        sources = [t for t in (*_torch.tensors_in((args, kwargs)), *module.parameters()) if t.requires_grad]
+        begin = _now(self._device)
+        with torch.enable_grad():
+            outputs = [t for t in _torch.tensors_in(module(*args, **kwargs)) if t.requires_grad]
+        middle = _now(self._device)
+        if outputs and sources:
+            ones = [torch.ones_like(t) for t in outputs]
+            middle = _now(self._device)
+            torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        return middle - begin, _now(self._device) - middle
+
+
+def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
+    """Estimated from a step on a copy of some parameters."""
+    if optimizer is None:
+        return 0.0
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    total = sum(p.numel() for p in parameters)
+    sample, counted = [], 0
+    for parameter in parameters:
+        if counted < _OPTIMIZER_ELEMENTS:
+            sample.append(nn.Parameter(parameter.detach().clone()))
+            counted += parameter.numel()
+    trial = type(optimizer)(sample, **_settings(optimizer))
+    for parameter in sample:
+        parameter.grad = torch.zeros_like(parameter)
+    trial.step()
+    return min(_timed(trial.step, device) for _ in range(_REPEATS)) * total / max(counted, 1)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    import inspect
+
+    accepted = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in optimizer.param_groups[0].items() if key in accepted and key != "params"}
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    begin = _now(device)
+    run()
+    return _now(device) - begin
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
