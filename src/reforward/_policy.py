@@ -79,7 +79,7 @@ def selectors(given: str | Selector | Iterable[str | Selector]) -> tuple[Selecto
                 f"{item!r} is neither a family of operations ({', '.join(FAMILIES)}) nor a pattern for submodules;"
                 f" write '*.{item}' for a submodule of that name"
             )
-    return tuple(result)
+    return tuple(sorted(set(result), key=repr))  # a set in a fixed order: what selects the same is equal
 
 
 class Save(_Data, frozen=True, kw_only=True, tag="save"):

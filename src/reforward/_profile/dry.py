@@ -141,7 +141,9 @@ def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant:
     watch = _Watch(tracker)
     with tracker, watch.flops, watch.blocks(model, blocks):
         fake.step.run(variant, phase=watch.phase)
-        gradient_bytes = sizes["gradients"] + sum(p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None)
+        gradient_bytes = sizes["gradients"] + sum(
+            p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None
+        )
         del handles
     return DryRun(
         peak_bytes=sum(sizes.values()) + tracker.peak_bytes,
@@ -171,7 +173,9 @@ def _sizes(static: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, int]:
     seen: set[int] = set()
     sizes = {}
     for kind, tensors in static.items():
-        new = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors if _torch.storage_key(t) not in seen}
+        new = {
+            _torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors if _torch.storage_key(t) not in seen
+        }
         seen |= new.keys()
         sizes[kind] = sum(new.values())
     return sizes

@@ -107,7 +107,8 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: _Fakes) -> torch.op
         {**group, "params": [fakes.of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     fake.state = defaultdict(
-        dict, {fakes.of(p): {key: _fake_state(value, fakes) for key, value in s.items()} for p, s in optimizer.state.items()}
+        dict,
+        {fakes.of(p): {key: _fake_state(value, fakes) for key, value in s.items()} for p, s in optimizer.state.items()},
     )
     _fill_state(fake)
     return fake

@@ -43,7 +43,9 @@ class Profiled:
     variant: int
 
 
-def profile(model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None) -> Profile:
+def profile(
+    model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None
+) -> Profile:
     """The step as an ordered trace, with bytes and seconds of each block call under each option.
 
     The plain step isn't run: memory comes from dry runs, seconds from single blocks. Model, optimizer, gradients and random
@@ -62,7 +64,11 @@ def profile(model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks
 
 
 def profile_step(
-    model: nn.Module, step: Step, *, blocks: Sequence[Block] | None = None, progress: Progress = lambda text, share: None
+    model: nn.Module,
+    step: Step,
+    *,
+    blocks: Sequence[Block] | None = None,
+    progress: Progress = lambda text, share: None,
 ) -> Profiled:
     """`profile`, with what it was made from."""
     found = tuple(blocks) if blocks is not None else find_blocks(model)

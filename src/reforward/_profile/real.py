@@ -6,16 +6,14 @@ block of each kind runs forward and backward by itself, under every policy in qu
 
 from __future__ import annotations
 
-import copy
+import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from reforward import _torch
 from reforward._blocks import modules_by_path
@@ -26,6 +24,7 @@ from reforward._measure.trace import record
 from reforward._measure.workspace import OutputSizes, Workspaces
 from reforward._policy import Policy, Recompute, Save
 from reforward._profile.dry import BlockCall, Knowledge
+from reforward._profile.inputs import CallInputs, capture_inputs
 from reforward._runtime import attached, families_of
 from reforward._step import Step
 
@@ -99,24 +98,6 @@ def _policies(families: set[str]) -> tuple[Policy, ...]:
     return (Save(), Recompute(), *(Recompute(save=chosen) for chosen in sets))
 
 
-class _Inputs:
-    """Arguments of a block call, kept by value."""
-
-    def __init__(self, args: Any, kwargs: Any, requires_grad: Sequence[bool]):
-        leaves, self._structure = _torch.flatten((args, kwargs))
-        flags = iter(requires_grad)
-        self._leaves = [
-            (leaf.detach().clone(), next(flags)) if isinstance(leaf, torch.Tensor) else (copy.copy(leaf), False)
-            for leaf in leaves
-        ]
-
-    def fresh(self) -> tuple[Any, Any]:
-        leaves = [
-            leaf.detach().requires_grad_(wants) if isinstance(leaf, torch.Tensor) else leaf for leaf, wants in self._leaves
-        ]
-        return _torch.unflatten(leaves, self._structure)
-
-
 def _forward(
     model: nn.Module,
     step: Step,
@@ -124,37 +105,17 @@ def _forward(
     signatures: Sequence[Signature],
     variant: int,
     device: torch.device,
-) -> tuple[dict[Signature, _Inputs], float, Knowledge]:
+) -> tuple[dict[Signature, CallInputs], float, Knowledge]:
     """The forward without gradients: inputs of each distinct call, seconds, and what its kernels need."""
-    inputs: dict[Signature, _Inputs] = {}
+    first = {key: index for index, key in reversed(list(enumerate(signatures)))}
     sizes = OutputSizes()
+    with sizes:
+        captured = capture_inputs(model, calls, lambda: step.loss(variant), wanted=first.values())
+    inputs = {key: captured[index] for key, index in first.items()}
     with torch.no_grad():
-        with _captured(model, calls, signatures, inputs), sizes:
-            step.loss(variant)
         seconds = min(_timed(lambda: step.loss(variant), device) for _ in range(2))
         trace = record(lambda: step.loss(variant), device=device, shapes=True)
     return inputs, seconds, Knowledge(workspaces=Workspaces.from_trace(trace), output_sizes=sizes)
-
-
-@contextmanager
-def _captured(
-    model: nn.Module, calls: Sequence[BlockCall], signatures: Sequence[Signature], inputs: dict[Signature, _Inputs]
-) -> Iterator[None]:
-    by_path = modules_by_path(model)
-    count = iter(range(len(calls)))
-
-    def capture(module: nn.Module, args: Any, kwargs: Any) -> None:
-        index = next(count)
-        if signatures[index] not in inputs:
-            inputs[signatures[index]] = _Inputs(args, kwargs, [wants for _, _, wants in calls[index].inputs])
-
-    modules = list(dict.fromkeys(by_path[call.block.path] for call in calls))
-    handles = [module.register_forward_pre_hook(capture, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Bench:
@@ -165,14 +126,14 @@ class _Bench:
         self._by_path = by_path
         self._device = device
 
-    def families(self, path: str, given: _Inputs) -> set[str]:
+    def families(self, path: str, given: CallInputs) -> set[str]:
         """The families of operations that the block's forward is written with."""
         args, kwargs = given.fresh()
         with torch.no_grad(), families_of() as found:
             self._by_path[path](*args, **kwargs)
         return found
 
-    def learn(self, path: str, given: _Inputs, known: Knowledge) -> Knowledge:
+    def learn(self, path: str, given: CallInputs, known: Knowledge) -> Knowledge:
         """Adds what the block's kernels need, forward and backward."""
         with known.output_sizes:
             self._run(path, given)
@@ -181,7 +142,7 @@ class _Bench:
             workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
         )
 
-    def seconds(self, path: str, given: _Inputs, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
+    def seconds(self, path: str, given: CallInputs, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
         """Durations under each policy: the least of some interleaved runs."""
         runs: dict[Policy, list[tuple[float, float]]] = {policy: [] for policy in policies}
         for _ in range(_REPEATS):
@@ -195,7 +156,7 @@ class _Bench:
             for policy, (f, b) in best.items()
         }
 
-    def _run(self, path: str, given: _Inputs) -> tuple[float, float]:
+    def _run(self, path: str, given: CallInputs) -> tuple[float, float]:
         """Seconds of forward and of backward."""
         module = self._by_path[path]
         args, kwargs = given.fresh()
@@ -230,8 +191,6 @@ def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.de
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    import inspect
-
     accepted = inspect.signature(type(optimizer)).parameters
     return {key: value for key, value in optimizer.param_groups[0].items() if key in accepted and key != "params"}
 

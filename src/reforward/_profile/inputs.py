@@ -1,0 +1,96 @@
+"""The arguments that block calls really get, taken from a forward without gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from reforward import _torch
+from reforward._blocks import modules_by_path
+from reforward._profile.dry import BlockCall
+
+
+class _Link:
+    """In a tensor's place: the leaf of the output of the call before."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class CallInputs:
+    """Arguments of a block call, kept by value.
+
+    Args:
+        requires_grad: of each tensor among the arguments, in order.
+        previous: leaves of the output of the call before; arguments that are among them are linked, not kept.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, requires_grad: Sequence[bool], previous: Sequence[Any] = ()):
+        leaves, self._structure = _torch.flatten((args, kwargs))
+        positions = {id(leaf): index for index, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
+        wants = iter(requires_grad)
+        self._leaves = [
+            (copy.copy(leaf), False)
+            if not isinstance(leaf, torch.Tensor)
+            else (_Link(positions[id(leaf)]), next(wants))
+            if id(leaf) in positions
+            else (leaf.detach().clone(), next(wants))
+            for leaf in leaves
+        ]
+
+    def fresh(self, previous: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for a call: tensors are leaves of a new graph, but for those linked to `previous`."""
+        leaves = [
+            previous[leaf.index]
+            if isinstance(leaf, _Link)
+            else leaf.detach().requires_grad_(wants)
+            if isinstance(leaf, torch.Tensor)
+            else copy.copy(leaf)
+            for leaf, wants in self._leaves
+        ]
+        return _torch.unflatten(leaves, self._structure)
+
+
+def capture_inputs(
+    model: nn.Module,
+    calls: Sequence[BlockCall],
+    run: Callable[[], Any],
+    *,
+    wanted: Collection[int],
+    linked: Collection[int] = (),
+) -> dict[int, CallInputs]:
+    """The arguments of some of the block calls that `run` makes.
+
+    Args:
+        calls: all of them, as the dry run met them.
+        wanted: indices of those whose arguments are kept.
+        linked: those of them that take the output of the call before as it comes, so that it needn't be kept.
+    """
+    by_path = modules_by_path(model)
+    found: dict[int, CallInputs] = {}
+    count = iter(range(len(calls)))
+    last_output: list[Any] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        index = next(count)
+        if index in wanted:
+            flags = [wants for _, _, wants in calls[index].inputs]
+            found[index] = CallInputs(args, kwargs, flags, last_output if index in linked else ())
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        last_output[:] = _torch.flatten(output)[0]
+
+    handles = []
+    for module in dict.fromkeys(by_path[call.block.path] for call in calls):
+        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
