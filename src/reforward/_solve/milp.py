@@ -88,7 +88,8 @@ def placements(pools: Pools, candidate: Candidate) -> list[Placement]:
 class _Program:
     """The rows and columns.
 
-    Columns: one per placed candidate, two per counted shape (how often, whether), the live bytes before each event, the peak.
+    Columns: one per placed candidate; two per counted shape (how often, whether); the live bytes before each event;
+    the peak.
     """
 
     def __init__(self, pools: Pools, candidates: Sequence[Candidate], budget_bytes: int, shrink: bool):
@@ -240,9 +241,16 @@ class _Program:
         return index + length
 
 
+class _QuietHighs(highspy.Highs):
+    """HiGHS without its banner: the constructor enables callbacks, which prints it before any option can be set."""
+
+    def enableCallbacks(self) -> None:
+        self.silent()
+        super().enableCallbacks()
+
+
 def _solver() -> highspy.Highs:
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    solver = _QuietHighs()
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", _GAP * _COST_RANGE)
     solver.setOptionValue("mip_feasibility_tolerance", 1e-9)

@@ -57,7 +57,7 @@ class Pools:
         return list(found)
 
     def guess(self, budget_bytes: int) -> list[Candidate]:
-        """The plan that `Contents.whole` expects to fit, or its leanest: chain by chain, the others recomputing everything."""
+        """The plan that `Contents.whole` expects to fit, or its leanest; the other chains recompute everything."""
         found = []
         for index, ways in enumerate(self._ways):
             way = next((way for way in ways if way.peak_bytes <= budget_bytes), ways[-1])

@@ -1,0 +1,230 @@
+"""The planner against brute force, its promises on budgets, and its refusals."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import UNIT, block, decoder, step
+
+from reforward import _errors as errors
+from reforward._plan import Plan, Region, Run
+from reforward._policy import Recompute, Save
+from reforward._profile_type import Event, Profile
+from reforward._solve import Allow, find, frontier, simulate, smallest_peak, solve
+
+SINGLES = Allow(runs=False)
+TWO_LEVELS = Allow(depth=2)
+
+
+def plans_of_single_blocks(profile: Profile):
+    for policies in itertools.product(*([o.policy for o in cost.options] for cost in profile.calls)):
+        pairs = zip(profile.calls, policies, strict=True)
+        yield Plan(nodes=tuple(Region(path=cost.path, policy=policy) for cost, policy in pairs))
+
+
+def members(profile: Profile, start: int, stop: int, depth: int):
+    """All sequences of nodes over an interval, with runs nested up to `depth`."""
+    if start == stop:
+        yield ()
+        return
+    for end in range(start + 1, stop + 1):
+        heads = [Region(path=profile.calls[start].path, policy=o.policy) for o in profile.calls[start].options]
+        if end > start + 1:
+            inner = members(profile, start, end, depth - 1) if depth else ()
+            heads = [Run(members=nodes) for nodes in inner if len(nodes) > 1]
+        for head in heads:
+            for rest in members(profile, end, stop, depth):
+                yield (head, *rest)
+
+
+def fastest(profile: Profile, plans, budget: int) -> float | None:
+    timelines = [simulate(profile, plan) for plan in plans]
+    return min((t.seconds for t in timelines if t.peak_bytes <= budget), default=None)
+
+
+def budgets(profile: Profile, count: int = 6) -> list[int]:
+    low, high = smallest_peak(profile, allow=SINGLES).peak_bytes, simulate(profile, Plan(nodes=())).peak_bytes
+    return [low + (high - low) * i // (count - 1) for i in range(count)]
+
+
+def uneven(count: int, **changes) -> Profile:
+    """Blocks that all differ."""
+    calls = [
+        block(i, plain=12 + 5 * (i % 3), selective={3 + i % 2: 0.6}, seconds=1 + 0.25 * i, gradient=UNIT // 2 * (i % 4))
+        for i in range(count)
+    ]
+    return step(calls, **changes)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [decoder(6), decoder(6, gradient=3 * UNIT), uneven(5), uneven(5, head=60 * UNIT), uneven(5, optimizer=90 * UNIT)],
+    ids=["equal", "large gradients", "uneven", "large head", "large optimizer"],
+)
+def test_single_blocks_agree_with_brute_force(profile):
+    for budget in budgets(profile):
+        solution = find(profile, budget, allow=SINGLES)
+        assert solution.status == "optimal"
+        best = fastest(profile, plans_of_single_blocks(profile), budget)
+        assert solution.timeline.seconds == pytest.approx(best, rel=1e-4)
+
+
+@pytest.mark.parametrize("gradient", [0, UNIT, 3 * UNIT])
+@pytest.mark.parametrize("make", [decoder, uneven], ids=["equal", "uneven"])
+def test_runs_agree_with_brute_force(make, gradient):
+    profile = decoder(5, selective=False, gradient=gradient) if make is decoder else uneven(4, head=gradient)
+    plans = [Plan(nodes=nodes) for nodes in members(profile, 0, len(profile.calls), 2)]
+    low = min(simulate(profile, plan).peak_bytes for plan in plans)
+    assert smallest_peak(profile, allow=TWO_LEVELS).peak_bytes == low
+    high = simulate(profile, Plan(nodes=())).peak_bytes
+    for budget in [low + (high - low) * i // 7 for i in range(8)]:
+        best = fastest(profile, plans, budget)
+        assert find(profile, budget, allow=TWO_LEVELS).timeline.seconds == pytest.approx(best, rel=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 14),
+    kinds=st.integers(1, 3),
+    gradient=st.integers(0, 3 * UNIT),
+    head=st.integers(1, 60),
+    share=st.floats(0, 1.1),
+)
+def test_simulated_peak_is_the_predicted_one_and_within_the_budget(count, kinds, gradient, head, share):
+    calls = [block(i, plain=10 + 6 * (i * kinds // count), selective={4: 0.6}, gradient=gradient) for i in range(count)]
+    profile = step(calls, head=head * UNIT)
+    low, high = smallest_peak(profile).peak_bytes, simulate(profile, Plan(nodes=())).peak_bytes
+    plan = solve(profile, low + int(share * (high - low)))
+    timeline = simulate(profile, plan)
+    assert timeline.peak_bytes == plan.predicted_peak_bytes
+    assert timeline.peak_bytes <= (plan.budget_bytes or 0)
+    assert timeline.seconds == plan.predicted_seconds
+
+
+def test_plain_step_is_left_alone_when_it_fits():
+    profile = decoder(8)
+    plan = solve(profile, "100%")
+    assert plan.nodes == ()
+    assert plan.predicted_seconds == plan.predicted_plain_seconds
+
+
+def test_tight_budgets_nest_below_every_block():
+    profile = decoder(64, selective=False, plain=34, gradient=0, head=UNIT)
+    paths = [cost.path for cost in profile.calls]
+    every = simulate(profile, Plan(nodes=tuple(Region(path=path, policy=Recompute()) for path in paths)))
+    activations = every.peak_bytes - profile.static_bytes
+    solution = find(profile, profile.static_bytes + int(0.55 * activations))
+    runs = [node for node in solution.plan.nodes if isinstance(node, Run)]
+    assert any(not (isinstance(m, Region) and m.policy == Save()) for node in runs for m in node.members)
+    assert solution.timeline.seconds <= 1.18 * every.seconds
+    assert Run in {type(m) for p in (solve(profile, smallest_peak(profile).peak_bytes),) for n in p.nodes
+                   if isinstance(n, Run) for m in n.members}  # fmt: skip
+
+
+def test_hundred_equal_blocks_are_proven_optimal():
+    for budget in ("80%", "40%", "15%", "10%"):
+        solution = find(decoder(100), budget)
+        assert solution.status == "optimal"
+        assert solution.gap <= 1e-6
+
+
+def test_frontier_trades_time_for_memory():
+    profile = decoder(10)
+    points = frontier(profile, points=9)
+    seconds = [point.solution.timeline.seconds for point in points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(point.solution.timeline.peak_bytes <= point.budget_bytes for point in points)
+    assert points[0].budget_bytes == smallest_peak(profile).peak_bytes
+    assert points[-1].solution.timeline.seconds == points[-1].solution.plain.seconds
+    assert seconds[0] > seconds[-1]
+
+
+def test_one_module_called_twice_gets_one_policy():
+    profile = step([block(i, path="layer", chain=0) for i in range(5)])
+    low = smallest_peak(profile).peak_bytes
+    plan = solve(profile, low)
+    assert [node.path for node in plan.regions()] == ["layer"]
+    assert simulate(profile, plan).peak_bytes == low
+
+
+def test_two_towers_share_the_budget():
+    towers = [block(i, plain=20, chain=0, path=f"vision.{i}") for i in range(7)]
+    towers += [block(i, plain=12, chain=1, path=f"text.{i}", selective={4: 0.5}) for i in range(3)]
+    profile = step(towers)
+    for budget in budgets(profile, 4):
+        best = fastest_by_counts(profile, budget)
+        assert find(profile, budget, allow=SINGLES).timeline.seconds == pytest.approx(best, rel=1e-4)
+
+
+def fastest_by_counts(profile: Profile, budget: int) -> float | None:
+    """Brute force over how many blocks of the first tower recompute, from its begin, and all ways in the second."""
+    vision, text = profile.calls[:7], profile.calls[7:]
+    plans = [
+        Plan(nodes=tuple(
+            [Region(path=cost.path, policy=Recompute()) for cost in vision[:count]]
+            + [Region(path=cost.path, policy=p) for cost, p in zip(text, policies, strict=True)]
+        ))
+        for count in range(8)
+        for policies in itertools.product(*([o.policy for o in cost.options] for cost in text))
+    ]  # fmt: skip
+    return fastest(profile, plans, budget)
+
+
+def test_two_forwards_before_one_backward():
+    calls = [block(i % 2, chain=i // 2) for i in range(4)]
+    gap = Event(kind="gap", name="backward", peak_bytes=UNIT)
+    events = [*(Event(kind="forward", call=i) for i in range(4)), gap]
+    events += [Event(kind="backward", call=i) for i in (3, 2, 1, 0)]
+    profile = replace(step(calls), events=tuple(events))
+    plan = solve(profile, smallest_peak(profile).peak_bytes)
+    assert {leaf.path for leaf in plan.regions()} <= {"layers.0", "layers.1"}
+    assert simulate(profile, plan).peak_bytes == plan.predicted_peak_bytes
+
+
+def test_a_profile_without_seconds_is_planned_by_operations():
+    calls = [block(i, seconds=0.0) for i in range(6)]
+    counted = [
+        replace(call, options=tuple(replace(o, replay_flops=0 if o.policy == Save() else 10) for o in call.options))
+        for call in calls
+    ]
+    profile = step(counted)
+    profile = replace(profile, events=tuple(replace(event, seconds=0.0) for event in profile.events))
+    budget = budgets(profile)[3]
+    timelines = [simulate(profile, plan) for plan in plans_of_single_blocks(profile)]
+    fewest = min(t.replay_flops for t in timelines if t.peak_bytes <= budget)
+    assert find(profile, budget, allow=SINGLES).timeline.replay_flops == fewest
+
+
+@pytest.mark.parametrize("budget", [float("nan"), 0, -5, "0%", "60%device", "much", float("inf")])
+def test_refuses_budgets_that_are_no_sizes(budget):
+    with pytest.raises(errors.InputError):
+        solve(decoder(2), budget)
+
+
+def test_refusal_names_the_smallest_peak_and_its_parts():
+    profile = decoder(12, head=300 * UNIT)
+    low = smallest_peak(profile)
+    with pytest.raises(errors.BudgetError, match="outside the blocks in backward") as caught:
+        solve(profile, low.peak_bytes - 1)
+    assert caught.value.smallest_bytes == low.peak_bytes
+    assert "loss head in chunks" in str(caught.value)
+    assert low.static_bytes + low.gradient_bytes + low.kept_bytes + low.event_bytes == low.peak_bytes
+    assert simulate(profile, solve(profile, low.peak_bytes)).peak_bytes == low.peak_bytes
+
+
+def test_planner_runs_without_torch():
+    code = "import sys, reforward._solve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_planner_prints_nothing():
+    code = "from profiles import decoder; from reforward._solve import solve; solve(decoder(4), '70%')"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, check=True)
+    assert ran.stdout + ran.stderr == b""
