@@ -86,24 +86,26 @@ class FitReport:
 
 
 def fit(model: nn.Module, step: Step | Callable[[], torch.Tensor], budget: str | int | float) -> Plan:
-    """Fits a training step into a memory budget: finds the fastest plan that fits, proves it exact and puts it on the model.
+    """Fits a training step into a memory budget: finds the fastest plan that fits, proves it exact and puts it on the
+    model.
 
-    The plain step is never run. Weights, buffers, gradients, optimizer state and random streams are afterwards as if `fit`
-    had not been called, so training goes on bit for bit as it would have.
+    The plain step is never run. Weights, buffers, gradients, optimizer state and random streams are afterwards as if
+    `fit` had not been called, so training goes on bit for bit as it would have.
 
     Args:
         model: the model.
         step: the step, or a function without arguments that returns its loss. With several batches, the plan holds the
             budget for each.
-        budget: peak bytes of the whole step on the device, optimizer included: `"20GiB"`, a number, `"60%"` of the plain
-            step's predicted peak, or `"60%device"` of the memory that the device has for this process.
+        budget: peak bytes of the whole step on the device, optimizer included: `"20GiB"`, a number, `"60%"` of the
+            plain step's predicted peak, or `"60%device"` of the memory that the device has for this process.
 
     Returns:
         The plan, attached, with its predictions.
 
     Raises:
         BudgetError: no plan fits; the message gives the smallest budget that can be met and what holds it up.
-        InputError, StepError, AttachError, DryRunError: the budget, step or model can't be used; the model is untouched.
+        InputError, StepError, AttachError, DryRunError: the budget, step or model can't be used; the model is
+            untouched.
         ReplayError: a block can't be recomputed exactly.
     """
     step = Step.of(step)
@@ -124,8 +126,8 @@ def fit_report(
 ) -> FitReport:
     """As `fit`, with all that was found on the way, and the plan left off the model.
 
-    Where the plain step is known to fit into the memory that is free, it is measured too, and the proof covers the whole
-    step; elsewhere the proof is taken region by region.
+    Where the plain step is known to fit into the memory that is free, it is measured too, and the proof covers the
+    whole step; elsewhere the proof is taken region by region.
     """
     step = Step.of(step)
     tell = progress or (lambda text, share: None)
@@ -167,8 +169,8 @@ def explain(model: nn.Module, step: Step | Callable[[], torch.Tensor]) -> dict[s
     """Where the peak of the plain step comes from, in bytes that sum to it, from a dry run: the step isn't run.
 
     Returns:
-        Bytes by part: "parameters", "buffers", "gradients", "optimizer", "batch", "block:<path>" (what the block's forward
-        left for backward), "head" (what the forward outside of blocks left), "temporaries".
+        Bytes by part: "parameters", "buffers", "gradients", "optimizer", "batch", "block:<path>" (what the block's
+        forward left for backward), "head" (what the forward outside of blocks left), "temporaries".
     """
     step = Step.of(step)
     blocks = find_blocks(model)
@@ -263,8 +265,8 @@ class _Fitting:
 
     def _never_held(self, how: str) -> BudgetError:
         return BudgetError(
-            f"no plan for {type(self._model).__name__} stayed within {format_bytes(self.budget_bytes)} when its step was"
-            f" {how}; raise the budget",
+            f"no plan for {type(self._model).__name__} stayed within {format_bytes(self.budget_bytes)}"
+            f" when its step was {how}; raise the budget",
             budget_bytes=self.budget_bytes,
         )
 
@@ -280,8 +282,8 @@ def _checked(budget: str | int | float) -> tuple[float, bool] | None:
 def _refuse_differences(proof: Proof) -> None:
     if proof.differences:
         raise InputError(
-            f"the plan would change the results of this model: {', '.join(proof.differences[:3])} differ when their region"
-            " is computed again. Find out with rf.verify, and leave that block out"
+            f"the plan would change the results of this model: {', '.join(proof.differences[:3])} differ when their"
+            " region is computed again. Find out with rf.verify, and leave that block out"
         )
 
 

@@ -1,8 +1,8 @@
 """verify: the planned step gives what the plain step gives, bit for bit.
 
-Two scopes. The whole step is run plainly and planned from the same state and compared by digests, where the plain step is
-known to fit. Otherwise each distinct region of the plan is compared by itself on inputs that it really gets: against the
-same blocks run plainly one at a time, which never needs the memory of more than one.
+Two scopes. The whole step is run plainly and planned from the same state and compared by digests, where the plain
+step is known to fit. Otherwise each distinct region of the plan is compared by itself on inputs that it really gets:
+against the same blocks run plainly one at a time, which never needs the memory of more than one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Proof:
 
     Attributes:
         scope: "whole step", or "region by region".
-        losses, gradients, buffers, rng_states: how many of each were compared. Region by region, the outputs of the regions
-            stand for the loss, and gradients are those of the regions' parameters and inputs.
+        losses, gradients, buffers, rng_states: how many of each were compared. Region by region, the outputs of the
+            regions stand for the loss, and gradients are those of the regions' parameters and inputs.
         differences: what isn't bit-identical, by name; empty if all is.
     """
 
@@ -52,8 +52,8 @@ class Proof:
 def verify(model: nn.Module, step: Step | Callable[[], torch.Tensor], plan: Any) -> Proof:
     """Runs every batch's step plainly and under a plan, from the same state, and compares all results bit for bit.
 
-    Compared are the loss, the gradient of every parameter, every buffer, and every random stream after the step. The plain
-    step has to fit into memory. Model, optimizer, gradients and random streams are put back.
+    Compared are the loss, the gradient of every parameter, every buffer, and every random stream after the step. The
+    plain step has to fit into memory. Model, optimizer, gradients and random streams are put back.
 
     Args:
         plan: a Plan, or whatever `rf.attach` takes.
@@ -179,7 +179,8 @@ def _digest(tensor: torch.Tensor | None) -> str:
     return hashed.hexdigest()
 
 
-# Region by region --------------------------------------------------------------------------------------------------------
+# Region by region
+# --------------------------------------------------------------------------------------------------------
 
 
 def _passes(plan: Plan, calls: Sequence[BlockCall], by_path: dict[str, nn.Module]) -> list[tuple[Node, list[int]]]:
@@ -229,8 +230,8 @@ def _planned(parts: Sequence[_Part]) -> Digests:
 def _plain(parts: Sequence[_Part]) -> Digests:
     """The same without checkpointing. Of several blocks, only one at a time is run with gradients.
 
-    First all blocks run forward without them, which shows each one's inputs and random state; then, from the last to the
-    first, each runs again from these and its backward follows at once.
+    First all blocks run forward without them, which shows each one's inputs and random state; then, from the last to
+    the first, each runs again from these and its backward follows at once.
     """
     if len(parts) == 1 or len({part.path for part in parts}) < len(parts):
         return _planned(parts)

@@ -1,7 +1,7 @@
 """A dry run: the step on fake tensors, by the very runtime that will run it, with an account of every storage.
 
-The trace is cut at the begin and the end of every block's forward and backward. A block's backward begins when the gradient
-of its output is there and ends when that of its input is; what lies between are gaps.
+The trace is cut at the begin and the end of every block's forward and backward. A block's backward begins when the
+gradient of its output is there and ends when that of its input is; what lies between are gaps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from reforward._profile.faking import FakeStep, faked
 from reforward._runtime import is_replaying
 from reforward._step import Phase, Step
 
+Kind = Literal["forward", "backward", "gap"]
+
 _GRADIENT = Tag("backward", "gradient")
 
 
@@ -42,7 +44,7 @@ class Segment:
         flops: of the operations that ran.
     """
 
-    kind: Literal["forward", "backward", "gap"]
+    kind: Kind
     call: int
     phase: str
     delta_bytes: int
@@ -78,7 +80,8 @@ class DryRun:
             "block:<path>", "head", "temporaries". They sum to the peak.
         calls: the block calls, in order.
         segments: the trace, without gaps in time.
-        parameter_bytes, optimizer_bytes, gradient_bytes: parts of the static memory; gradients as they are when all exist.
+        parameter_bytes, optimizer_bytes, gradient_bytes: parts of the static memory; gradients as they are when all
+            exist.
     """
 
     peak_bytes: int
@@ -102,7 +105,8 @@ class Knowledge:
 def dry_run(
     model: nn.Module, step: Step, blocks: Sequence[Block], *, variant: int = 0, knowledge: Knowledge | None = None
 ) -> DryRun:
-    """Runs a step on fake tensors, under whatever plan is on the model. Model, optimizer and random streams stay as they are.
+    """Runs a step on fake tensors, under whatever plan is on the model. Model, optimizer and random streams stay as
+    they are.
 
     Raises:
         DryRunError: the model needs values of tensors (`.item()`, shapes that depend on data).
@@ -115,12 +119,15 @@ def dry_run(
     except ReforwardError:
         raise
     except Exception as error:
+        fact = (str(error).splitlines() or [""])[0]
         raise DryRunError(
-            f"{type(model).__name__} can't be run without values: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            f"{type(model).__name__} can't be run on tensors without values ({type(error).__name__}: {fact}); its forward"
+            " must not look at what tensors hold, as .item() or shapes that depend on data do"
         ) from error
     if blocks and not result.calls:
         raise StepError(
-            f"the step never calls a block of {type(model).__name__} ({blocks[0].path!r}, ...); is it another model's step?"
+            f"the step never calls a block of {type(model).__name__} ({blocks[0].path!r}, ...);"
+            " is it another model's step?"
         )
     return result
 
@@ -218,12 +225,12 @@ class _Watch:
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker
-        self._open: tuple[Literal["forward", "backward", "gap"], int] = ("gap", -1)
+        self._open: tuple[Kind, int] = ("gap", -1)
         self._begin_bytes = 0
         self._begin_flops = 0
         self._output: list[weakref.ref[torch.Tensor]] = []
 
-    def cut(self, kind: Literal["forward", "backward", "gap"], call: int) -> None:
+    def cut(self, kind: Kind, call: int) -> None:
         """Ends the open segment and begins another."""
         mark = self._tracker.mark("")
         kind_before, call_before = self._open
@@ -236,7 +243,8 @@ class _Watch:
                     delta_bytes=delta, peak_bytes=peak, flops=flops,
                 )
             )  # fmt: skip
-        self._open, self._begin_bytes, self._begin_flops = (kind, call), mark.live_bytes, self.flops.total
+        self._open = kind, call
+        self._begin_bytes, self._begin_flops = mark.live_bytes, self.flops.total
         self._tracker.label = self.calls[call].block.path if call >= 0 else ""
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from reforward._blocks import Block, find_blocks, modules_by_path
 from reforward._errors import DryRunError
 from reforward._policy import Policy, Recompute, Save
-from reforward._profile.dry import BlockCall, DryRun, Segment, dry_run
+from reforward._profile.dry import DryRun, Segment, dry_run
 from reforward._profile.real import RealCosts, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
@@ -20,7 +20,8 @@ from reforward._techniques import none
 
 Progress = Callable[[str, float], None]
 
-# A linear operation's backward does two products for the one of its forward; what isn't in a block is taken to be of that kind.
+# A linear operation's backward does two products for the one of its forward; what isn't in a block is taken to be of
+# that kind.
 _BACKWARD_PER_FORWARD = 2.0
 
 
@@ -48,8 +49,8 @@ def profile(
 ) -> Profile:
     """The step as an ordered trace, with bytes and seconds of each block call under each option.
 
-    The plain step isn't run: memory comes from dry runs, seconds from single blocks. Model, optimizer, gradients and random
-    streams stay as they are. Of several batches, the one whose plain step needs most is profiled.
+    The plain step isn't run: memory comes from dry runs, seconds from single blocks. Model, optimizer, gradients and
+    random streams stay as they are. Of several batches, the one whose plain step needs most is profiled.
 
     Args:
         model: the model; a plan that is on it is suspended meanwhile.
@@ -126,8 +127,8 @@ def _by_call(run: DryRun) -> dict[tuple[str, int], Segment]:
         key = segment.kind, segment.call
         if segment.kind != "gap" and key in table:
             raise DryRunError(
-                f"block {run.calls[segment.call].block.path!r} has two {segment.kind} passes in one call; profile a step whose"
-                " backward goes through each block once"
+                f"block {run.calls[segment.call].block.path!r} has two {segment.kind} passes in one call;"
+                " profile a step whose backward goes through each block once"
             )
         table[key] = segment
     return table
@@ -160,7 +161,7 @@ def _options(
 
 def _events(plain: DryRun, costs: RealCosts) -> tuple[Event, ...]:
     """The trace; the seconds outside of blocks are shared out over the gaps of a phase by the work in them."""
-    outside = max(0.0, costs.forward_seconds - _forward_seconds(plain, costs))
+    outside = costs.outside_seconds
     seconds = {"forward": outside, "backward": outside * _BACKWARD_PER_FORWARD, "optimizer": costs.optimizer_seconds}
     gaps = [segment for segment in plain.segments if segment.kind == "gap"]
     weights = {phase: sum(_weight(gap) for gap in gaps if gap.phase == phase) for phase in seconds}
@@ -176,11 +177,6 @@ def _events(plain: DryRun, costs: RealCosts) -> tuple[Event, ...]:
         )
         for segment in plain.segments
     )
-
-
-def _forward_seconds(plain: DryRun, costs: RealCosts) -> float:
-    by_inputs = {(key[0], key[2]): seconds for key, seconds in costs.blocks.items()}
-    return sum(by_inputs[call.block.module_type, call.inputs][Save()].forward for call in plain.calls)
 
 
 def _weight(gap: Segment) -> float:

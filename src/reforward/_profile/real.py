@@ -1,7 +1,8 @@
-"""What only real kernels can tell: seconds, workspaces, opaque sizes. Runs the step's parts, never the plain step whole.
+"""What only real kernels can tell: seconds, workspaces, opaque sizes. Runs the step's parts, never the plain step
+whole.
 
-The forward runs once without gradients, which holds no activations; it shows the inputs of each distinct block. Then one
-block of each kind runs forward and backward by itself, under every policy in question.
+The forward runs once without gradients, which holds no activations; it shows the inputs of each distinct block. Then
+one block of each kind runs forward and backward by itself, under every policy in question.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
 from reforward._measure.trace import record
 from reforward._measure.workspace import OutputSizes, Workspaces
-from reforward._policy import Policy, Recompute, Save
+from reforward._policy import Policy, Recompute, Save, selectors
 from reforward._profile.dry import BlockCall, Knowledge
 from reforward._profile.inputs import CallInputs, capture_inputs
 from reforward._runtime import attached, families_of
 from reforward._step import Step
 
-_REPEATS = 3
+_REPEATS = 5
 # The optimizer is timed on so many elements and scaled to all of them: its cost is proportional to their number.
 _OPTIMIZER_ELEMENTS = 2**22
 
@@ -52,20 +53,20 @@ class RealCosts:
         knowledge: for dry runs.
         policies: what was tried: Save(), Recompute(), then what can be selected in these blocks.
         blocks: seconds by signature and policy.
-        forward_seconds: of the whole forward, without gradients.
+        outside_seconds: of the forward outside of all blocks.
         optimizer_seconds: of the optimizer's step.
     """
 
     knowledge: Knowledge
     policies: tuple[Policy, ...]
     blocks: dict[Signature, dict[Policy, BlockSeconds]]
-    forward_seconds: float
+    outside_seconds: float
     optimizer_seconds: float
 
 
 def signature(module: nn.Module, call: BlockCall) -> Signature:
-    """Equal for block calls that cost the same: same class and sizes, same inputs."""
-    return call.block.module_type, repr(module), call.inputs
+    """Equal for block calls that cost the same: same class and sizes, same trainable parameters, same inputs."""
+    return call.block.module_type, repr(module), tuple(p.requires_grad for p in module.parameters()), call.inputs
 
 
 def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int) -> RealCosts:
@@ -74,7 +75,7 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
     with preserved(model, also=step_inputs(step)):
         by_path = modules_by_path(model)
         signatures = [signature(by_path[call.block.path], call) for call in calls]
-        inputs, forward_seconds, knowledge = _forward(model, step, calls, signatures, variant, device)
+        inputs, outside_seconds, knowledge = _forward(model, step, calls, signatures, variant, device)
         bench = _Bench(model, by_path, device)
         paths = {key: call.block.path for key, call in zip(reversed(signatures), reversed(calls), strict=True)}
         families = set().union(*(bench.families(paths[key], given) for key, given in inputs.items()))
@@ -86,7 +87,7 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
         knowledge=knowledge,
         policies=policies,
         blocks=blocks,
-        forward_seconds=forward_seconds,
+        outside_seconds=outside_seconds,
         optimizer_seconds=_optimizer_seconds(step.optimizer, device),
     )
 
@@ -94,8 +95,8 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
 def _policies(families: set[str]) -> tuple[Policy, ...]:
     """The policies worth trying where these families of operations run."""
     heavy = [family for family in ("attention", "matmul", "conv") if family in families]
-    sets = [(family,) for family in heavy] + ([tuple(heavy)] if len(heavy) > 1 else [])
-    return (Save(), Recompute(), *(Recompute(save=chosen) for chosen in sets))
+    sets = [[family] for family in heavy] + ([heavy] if len(heavy) > 1 else [])
+    return (Save(), Recompute(), *(Recompute(save=selectors(chosen)) for chosen in sets))
 
 
 def _forward(
@@ -106,16 +107,42 @@ def _forward(
     variant: int,
     device: torch.device,
 ) -> tuple[dict[Signature, CallInputs], float, Knowledge]:
-    """The forward without gradients: inputs of each distinct call, seconds, and what its kernels need."""
+    """The forward without gradients: inputs of each distinct call, seconds outside of blocks, what its kernels need."""
     first = {key: index for index, key in reversed(list(enumerate(signatures)))}
     sizes = OutputSizes()
     with sizes:
         captured = capture_inputs(model, calls, lambda: step.loss(variant), wanted=first.values())
     inputs = {key: captured[index] for key, index in first.items()}
     with torch.no_grad():
-        seconds = min(_timed(lambda: step.loss(variant), device) for _ in range(2))
+        seconds = min(_seconds_outside(model, calls, lambda: step.loss(variant), device) for _ in range(_REPEATS))
         trace = record(lambda: step.loss(variant), device=device, shapes=True)
     return inputs, seconds, Knowledge(workspaces=Workspaces.from_trace(trace), output_sizes=sizes)
+
+
+def _seconds_outside(
+    model: nn.Module, calls: Sequence[BlockCall], run: Callable[[], Any], device: torch.device
+) -> float:
+    """Duration of a run without what passes in block calls; measured inside one run, so that noise in blocks
+    cancels."""
+    by_path = modules_by_path(model)
+    inside = 0.0
+
+    def begin(*_: Any) -> None:
+        nonlocal inside
+        inside -= _now(device)
+
+    def end(*_: Any) -> None:
+        nonlocal inside
+        inside += _now(device)
+
+    handles = []
+    for module in dict.fromkeys(by_path[call.block.path] for call in calls):
+        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        return _timed(run, device) - inside
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Bench:
@@ -173,7 +200,7 @@ class _Bench:
 
 
 def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
-    """Estimated from a step on a copy of some parameters."""
+    """Estimated from steps on a copy of some parameters."""
     if optimizer is None:
         return 0.0
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
