@@ -17,7 +17,7 @@ from reforward import _errors as errors
 from reforward._plan import Plan, Region, Run
 from reforward._policy import Recompute, Save
 from reforward._profile_type import Event, Profile
-from reforward._solve import Allow, find, frontier, simulate, smallest_peak, solve
+from reforward._solve import Allow, Planner, Timeline, find, frontier, simulate, smallest_peak, solve
 
 SINGLES = Allow(runs=False)
 TWO_LEVELS = Allow(depth=2)
@@ -44,12 +44,11 @@ def members(profile: Profile, start: int, stop: int, depth: int):
                 yield (head, *rest)
 
 
-def fastest(profile: Profile, plans, budget: int) -> float | None:
-    timelines = [simulate(profile, plan) for plan in plans]
+def fastest(timelines: list[Timeline], budget: int) -> float | None:
     return min((t.seconds for t in timelines if t.peak_bytes <= budget), default=None)
 
 
-def budgets(profile: Profile, count: int = 6) -> list[int]:
+def budgets(profile: Profile, count: int = 5) -> list[int]:
     low, high = smallest_peak(profile, allow=SINGLES).peak_bytes, simulate(profile, Plan(nodes=())).peak_bytes
     return [low + (high - low) * i // (count - 1) for i in range(count)]
 
@@ -69,10 +68,12 @@ def uneven(count: int, **changes) -> Profile:
     ids=["equal", "large gradients", "uneven", "large head", "large optimizer"],
 )
 def test_single_blocks_agree_with_brute_force(profile):
+    planner = Planner(profile, SINGLES)
+    timelines = [simulate(profile, plan) for plan in plans_of_single_blocks(profile)]
     for budget in budgets(profile):
-        solution = find(profile, budget, allow=SINGLES)
+        solution = planner.find(budget)
         assert solution.status == "optimal"
-        best = fastest(profile, plans_of_single_blocks(profile), budget)
+        best = fastest(timelines, budget)
         assert solution.timeline.seconds == pytest.approx(best, rel=1e-4)
 
 
@@ -81,12 +82,14 @@ def test_single_blocks_agree_with_brute_force(profile):
 def test_runs_agree_with_brute_force(make, gradient):
     profile = decoder(5, selective=False, gradient=gradient) if make is decoder else uneven(4, head=gradient)
     plans = [Plan(nodes=nodes) for nodes in members(profile, 0, len(profile.calls), 2)]
-    low = min(simulate(profile, plan).peak_bytes for plan in plans)
+    timelines = [simulate(profile, plan) for plan in plans]
+    low = min(timeline.peak_bytes for timeline in timelines)
     assert smallest_peak(profile, allow=TWO_LEVELS).peak_bytes == low
     high = simulate(profile, Plan(nodes=())).peak_bytes
+    planner = Planner(profile, TWO_LEVELS)
     for budget in [low + (high - low) * i // 7 for i in range(8)]:
-        best = fastest(profile, plans, budget)
-        assert find(profile, budget, allow=TWO_LEVELS).timeline.seconds == pytest.approx(best, rel=1e-4)
+        best = fastest(timelines, budget)
+        assert planner.find(budget).timeline.seconds == pytest.approx(best, rel=1e-4)
 
 
 @settings(max_examples=25, deadline=None)
@@ -129,8 +132,9 @@ def test_tight_budgets_nest_below_every_block():
 
 
 def test_hundred_equal_blocks_are_proven_optimal():
-    for budget in ("80%", "40%", "15%", "10%"):
-        solution = find(decoder(100), budget)
+    planner = Planner(decoder(100))
+    for share in (0.8, 0.4, 0.15, 0.1):
+        solution = planner.find(int(share * planner.plain.peak_bytes))
         assert solution.status == "optimal"
         assert solution.gap <= 1e-6
 
@@ -158,12 +162,13 @@ def test_two_towers_share_the_budget():
     towers = [block(i, plain=20, chain=0, path=f"vision.{i}") for i in range(7)]
     towers += [block(i, plain=12, chain=1, path=f"text.{i}", selective={4: 0.5}) for i in range(3)]
     profile = step(towers)
+    planner, timelines = Planner(profile, SINGLES), timelines_by_counts(profile)
     for budget in budgets(profile, 4):
-        best = fastest_by_counts(profile, budget)
-        assert find(profile, budget, allow=SINGLES).timeline.seconds == pytest.approx(best, rel=1e-4)
+        best = fastest(timelines, budget)
+        assert planner.find(budget).timeline.seconds == pytest.approx(best, rel=1e-4)
 
 
-def fastest_by_counts(profile: Profile, budget: int) -> float | None:
+def timelines_by_counts(profile: Profile) -> list[Timeline]:
     """Brute force over how many blocks of the first tower recompute, from its begin, and all ways in the second."""
     vision, text = profile.calls[:7], profile.calls[7:]
     plans = [
@@ -174,7 +179,20 @@ def fastest_by_counts(profile: Profile, budget: int) -> float | None:
         for count in range(8)
         for policies in itertools.product(*([o.policy for o in cost.options] for cost in text))
     ]  # fmt: skip
-    return fastest(profile, plans, budget)
+    return [simulate(profile, plan) for plan in plans]
+
+
+@pytest.mark.parametrize("count", [4, 7], ids=["placed", "counted"])
+def test_accumulated_passes_agree_with_brute_force(count):
+    calls = [block(i % count, chain=i // count, gradient=0 if i >= count else 2 * UNIT) for i in range(3 * count)]
+    one = step(calls[:count]).events
+    events = [e if e.kind == "gap" else replace(e, call=e.call + shift) for shift in (0, count, 2 * count) for e in one]
+    profile = replace(step(calls), events=tuple(events))
+    first = replace(profile, calls=profile.calls[:count])
+    timelines = [simulate(profile, plan) for plan in plans_of_single_blocks(first)]
+    planner = Planner(profile, SINGLES)
+    for budget in budgets(profile):
+        assert planner.find(budget).timeline.seconds == pytest.approx(fastest(timelines, budget), rel=1e-4)
 
 
 def test_two_forwards_before_one_backward():

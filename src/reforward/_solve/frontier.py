@@ -10,6 +10,8 @@ from reforward._solve.options import Allow
 from reforward._solve.peak import Peak, explain_peak
 from reforward._solve.planner import Planner, Solution
 
+_LIMIT_SECONDS = 1.0  # per point: a plot needs no proof
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
@@ -48,7 +50,7 @@ def trace_frontier(planner: Planner, points: int) -> tuple[FrontierPoint, ...]:
     found: list[FrontierPoint] = []
     best = smallest
     for budget in budgets:
-        solution = planner.find(budget)
+        solution = planner.find(budget, _LIMIT_SECONDS)
         # Ties are broken by operations, and hard programs end at a gap: what fits a smaller budget also fits this one.
         if solution.timeline.seconds <= best.timeline.seconds:
             best = solution

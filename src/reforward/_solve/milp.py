@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import highspy
 import numpy as np
@@ -31,6 +32,7 @@ from reforward._solve.stretches import Job, gather
 _LIVE_RANGE = 1000.0  # bytes are scaled so that the budget is about this, for HiGHS's absolute tolerances
 _COST_RANGE = 1000.0  # as the plain step's cost
 _GAP = 1e-6  # of the plain step's cost: what counts as proven
+_PEAK_GAP = 1e-6  # of scaled bytes: the same, where peaks are minimised; one part in 10⁹ of the budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Choice:
     Attributes:
         candidates: what was chosen, in order; None if nothing fits.
         timeline: the step under the choice, simulated.
-        status: "optimal" (proven over the candidates), "time limit" or "infeasible".
+        status: "optimal" (proven over the candidates), "time limit", "infeasible", or what else HiGHS calls it.
         gap: relative distance between the step's cost and the proven bound.
         seconds: what the solver took.
     """
@@ -53,7 +55,7 @@ class Choice:
 
 
 def choose(
-    pools: Pools, candidates: Sequence[Candidate], budget_bytes: int, *, shrink: bool = False, limit_seconds: float = 60
+    pools: Pools, candidates: Sequence[Candidate], budget_bytes: int, *, limit_seconds: float, shrink: bool = False
 ) -> Choice:
     """The best cover of the blocks by candidates.
 
@@ -61,8 +63,8 @@ def choose(
         pools: the profile with its chains.
         candidates: what may be chosen from; must cover every block of every chain.
         budget_bytes: no event may go above.
-        shrink: minimise the peak first, seconds only among equal peaks; otherwise minimise seconds.
         limit_seconds: after that the best plan so far is taken, if there is one.
+        shrink: minimise the peak first, seconds only among equal peaks; otherwise minimise seconds.
     """
     began = time.perf_counter()
     program = _Program(pools, candidates, budget_bytes, shrink)
@@ -101,7 +103,7 @@ class _Program:
         self._counted = np.cumsum([len(self._placed), *(2 * len(stretch.shapes) for stretch in self._stretches)])
         self._live = int(self._counted[-1])
         self._peak = self._live + len(self._profile.events) + 1
-        self._highs = _solver()
+        self._highs = _solver(_PEAK_GAP if shrink else _GAP * _COST_RANGE)
         self._add_columns(shrink)
         rows = _Rows()
         self._cover(rows)
@@ -114,7 +116,8 @@ class _Program:
         highs.changeColBounds(self._peak, 0.0, room_bytes / self._unit)
         highs.setOptionValue("time_limit", max(limit_seconds, 0.1) + highs.getRunTime())
         highs.run()
-        status = _STATUS.get(highs.getModelStatus(), "infeasible")
+        status = highs.modelStatusToString(highs.getModelStatus()).lower()
+        status = "time limit" if "time limit" in status else status
         info = highs.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return status, None, float("inf")
@@ -165,6 +168,13 @@ class _Program:
             length = stretch.stop - stretch.start
             widths = {int(first) + i: float(width(shape)) for i, shape in enumerate(stretch.shapes)}
             rows.add(length, length, widths)
+            self._order_uses(rows, int(first) + len(stretch.shapes), stretch.jobs[-1])
+
+    def _order_uses(self, rows: _Rows, uses: int, jobs: Sequence[Job]) -> None:
+        """Counts a rising shape as used once one before it is: its row holds anyway, and the program gets tighter."""
+        for i, (before, job) in enumerate(pairwise(jobs)):
+            if before.rises and job.rises:
+                rows.add(-highspy.kHighsInf, 0.0, {uses + i: 1.0, uses + i + 1: -1.0})
 
     def _account(self, rows: _Rows) -> None:
         """Live bytes from event to event; the forwards of a counted stretch are one event, and so are its backwards."""
@@ -230,9 +240,6 @@ class _Program:
         for i, job in reversed(list(enumerate(jobs))):
             delta, peak = job.backward.delta_bytes / self._unit, job.backward.peak_bytes / self._unit
             rows.add(-highspy.kHighsInf, 0.0, {first + i: 1.0, uses + i: -float(length)})
-            if i and job.rises and jobs[i - 1].rises:
-                # Once a job of the rising kind is used, all later shapes' rows hold anyway: a tighter program.
-                rows.add(-highspy.kHighsInf, 0.0, {uses + i - 1: 1.0, uses + i: -1.0})
             if not job.rises:
                 after[first + i] = delta
                 peak -= delta
@@ -249,10 +256,10 @@ class _QuietHighs(highspy.Highs):
         super().enableCallbacks()
 
 
-def _solver() -> highspy.Highs:
+def _solver(gap: float) -> highspy.Highs:
     solver = _QuietHighs()
     solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("mip_abs_gap", _GAP * _COST_RANGE)
+    solver.setOptionValue("mip_abs_gap", gap)
     solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
     solver.setOptionValue("primal_feasibility_tolerance", 1e-9)
     return solver
@@ -301,9 +308,3 @@ def _effects(pools: Pools, candidate: Candidate) -> dict[int, Effect]:
         for placement in placements(pools, candidate)
         for index, effect in placement_effects(pools.trace, placement).items()
     }
-
-
-_STATUS = {
-    highspy.HighsModelStatus.kOptimal: "optimal",
-    highspy.HighsModelStatus.kTimeLimit: "time limit",
-}

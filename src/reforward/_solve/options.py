@@ -89,7 +89,7 @@ class Chain:
     """Blocks that can form runs: each call of one is followed by a call of the next, in one chain, in every pass.
 
     Attributes:
-        costs: of the first pass, block by block.
+        costs: block by block, of the last pass; it begins with the gradients that the others made.
         calls: per block, its call in each pass.
         keys: blocks with equal keys have equal costs.
     """
@@ -122,7 +122,7 @@ def chains(trace: Trace) -> list[Chain]:
     known: dict[object, int] = {}
     return [
         Chain(
-            costs=tuple(calls[found[0]] for found in group),
+            costs=tuple(calls[found[-1]] for found in group),
             calls=tuple(group),
             keys=tuple(known.setdefault(_numbers(calls, found), len(known)) for found in group),
         )

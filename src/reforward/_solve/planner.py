@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+import msgspec
 
 from reforward._errors import BudgetError
 from reforward._plan import Node, Plan, Region, Run
 from reforward._profile_type import Profile
 from reforward._solve.milp import Choice, choose, placements
 from reforward._solve.options import Allow
-from reforward._solve.peak import Peak, explain_peak
+from reforward._solve.peak import explain_peak
 from reforward._solve.pool import Candidate, Pools
 from reforward._solve.simulate import Shape, Timeline, run_placements, width
 from reforward._units import format_bytes
 
-LIMIT_SECONDS = 10.0
+#: After that, the best plan so far is taken: only long chains of different blocks come near it.
+LIMIT_SECONDS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,9 @@ class Solution:
         plan: with its predictions filled in. Blocks that it doesn't name save everything.
         timeline: the planned step, simulated.
         plain: the step without a plan, simulated.
-        status: "optimal": no faster plan exists over the candidates offered; "time limit": proven up to `gap`.
-        gap: distance to the proven bound, as a share of the plain step's time.
+        status: "optimal": no faster plan exists over the candidates offered; "time limit": proven up to `gap`;
+            "feasible": it fits, nothing is proven.
+        gap: distance to the proven bound, as a share of the plain step's time; infinite if nothing is proven.
         seconds: what the solver took.
     """
 
@@ -54,35 +59,36 @@ class Planner:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The plan with the smallest peak over the candidates, the fastest of those."""
-        lowest = self.pools.guess(0)
-        peak = self._simulate(lowest).peak_bytes
-        candidates = self.pools.pick(0)
-        return self._solution(
-            choose(self.pools, candidates, peak, shrink=True, limit_seconds=LIMIT_SECONDS), lowest, None
-        )
+        """The plan with the smallest peak over the candidates."""
+        guess = self.pools.guess(0)
+        peak = self._simulate(guess).peak_bytes
+        choice = choose(self.pools, self.pools.pick(0), peak, limit_seconds=LIMIT_SECONDS, shrink=True)
+        return self._solution(guess if choice.candidates is None else choice.candidates, choice, None)
 
-    def find(self, budget_bytes: int) -> Solution:
+    def find(self, budget_bytes: int, limit_seconds: float = LIMIT_SECONDS) -> Solution:
         """The fastest plan over the candidates whose peak is at most the budget.
+
+        Args:
+            budget_bytes: of the whole step's peak.
+            limit_seconds: after that, the best plan so far is taken.
 
         Raises:
             BudgetError: there is none.
         """
-        guess = self.pools.guess(budget_bytes)
-        candidates = self.pools.pick(budget_bytes)
-        choice = choose(self.pools, candidates, budget_bytes, limit_seconds=LIMIT_SECONDS)
-        # The guess helps out only where the program ran out of time, or a run crosses the border of a counted stretch.
-        if choice.timeline is not None or self._simulate(guess).peak_bytes <= budget_bytes:
-            return self._solution(choice, guess, budget_bytes)
-        if self.smallest.timeline.peak_bytes <= budget_bytes:
-            return self.smallest
-        raise self._refusal(budget_bytes)
+        choice = choose(self.pools, self.pools.pick(budget_bytes), budget_bytes, limit_seconds=limit_seconds)
+        # The guess can be faster where the program ran out of time, or left out runs that leave a counted stretch.
+        known = [one for one in (choice.candidates, self.pools.guess(budget_bytes)) if one is not None]
+        fitting = [one for one in known if self._simulate(one).peak_bytes <= budget_bytes]
+        if fitting:
+            return self._solution(min(fitting, key=self._cost), choice, budget_bytes)
+        if self.smallest.timeline.peak_bytes > budget_bytes:
+            raise self._refusal(budget_bytes)
+        plan = msgspec.structs.replace(self.smallest.plan, budget_bytes=budget_bytes)
+        return replace(self.smallest, plan=plan, status="feasible", gap=math.inf)
 
-    def _solution(self, choice: Choice, guess: Sequence[Candidate], budget_bytes: int | None) -> Solution:
-        """The choice, or the guess where the program found nothing better in its time."""
-        timeline, chosen = choice.timeline, choice.candidates
-        if timeline is None or chosen is None:
-            timeline, chosen = self._simulate(guess), guess
+    def _solution(self, chosen: Sequence[Candidate], choice: Choice, budget_bytes: int | None) -> Solution:
+        timeline = self._simulate(chosen)
+        own = choice.candidates is not None and tuple(chosen) == choice.candidates
         plan = Plan(
             nodes=tuple(self._nodes(chosen)),
             budget_bytes=budget_bytes,
@@ -95,10 +101,14 @@ class Planner:
             plan=plan,
             timeline=timeline,
             plain=self.plain,
-            status=choice.status,
-            gap=choice.gap,
+            status=choice.status if own else "feasible",
+            gap=choice.gap if own else math.inf,
             seconds=choice.seconds,
         )
+
+    def _cost(self, chosen: Sequence[Candidate]) -> float:
+        timeline = self._simulate(chosen)
+        return round(self.pools.weights(timeline.seconds, timeline.replay_flops), 9)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> Timeline:
         return run_placements(self.pools.trace, [p for one in candidates for p in placements(self.pools, one)])
@@ -120,7 +130,7 @@ class Planner:
         return Run(members=tuple(nodes))
 
     def _refusal(self, budget_bytes: int) -> BudgetError:
-        peak: Peak = explain_peak(self.profile, self.smallest.timeline)
+        peak = explain_peak(self.profile, self.smallest.timeline)
         return BudgetError(
             f"no plan fits {format_bytes(budget_bytes)}: the smallest peak is {format_bytes(peak.peak_bytes)}"
             f" ({peak.peak_bytes} bytes). {peak}",

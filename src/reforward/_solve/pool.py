@@ -8,11 +8,11 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reforward._profile_type import Profile
-from reforward._solve.options import Allow, Chain, Contents, Way, Weights, chains
+from reforward._solve.options import Allow, Contents, Way, Weights, chains
 from reforward._solve.simulate import FULL, Effect, Placement, Shape, Trace, gap_effect, placement_effects, width
 
 _NEAR = 3  # plans taken on each side of a budget
@@ -73,17 +73,15 @@ class Pools:
         return near + [ways[round(i * (len(ways) - 1) / (_SPREAD - 1))] for i in range(_SPREAD)]
 
     def _whole(self, contents: Contents) -> list[Way]:
-        """Ways through a chain, with absolute peaks, while the other chains recompute everything."""
-        chain, trace = contents.chain, self.trace
-        first, last = chain.calls[0][0], chain.calls[-1][0]
-        before = self._others(chain, range(trace.forward[first]))
-        between = self._others(chain, range(trace.forward[last] + 1, trace.backward[last]))
+        """Ways through the last pass of a chain, with absolute peaks, while all other calls recompute everything."""
+        mine, trace = [calls[-1] for calls in contents.chain.calls], self.trace
+        before = self._others(mine, range(trace.forward[mine[0]]))
+        between = self._others(mine, range(trace.forward[mine[-1]] + 1, trace.backward[mine[-1]]))
         ways = contents.whole(Way(peak_bytes=between.peak_bytes, cost=0.0), between.delta_bytes)
         live = trace.profile.static_bytes + before.delta_bytes
         return [Way(peak_bytes=live + way.peak_bytes, cost=way.cost, shapes=way.shapes) for way in ways]
 
-    def _others(self, chain: Chain, events: Iterable[int]) -> Effect:
-        mine = {call for calls in chain.calls for call in calls}
+    def _others(self, mine: Sequence[int], events: Iterable[int]) -> Effect:
         total = Effect()
         for index in events:
             event = self.trace.profile.events[index]

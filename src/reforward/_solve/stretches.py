@@ -7,7 +7,8 @@ largest excess of the peak over the end first. Any plan over equal blocks can be
 without needing more bytes or time; so it is enough to decide how often each shape occurs.
 
 Regime: the blocks' backwards follow each other with nothing in between, and the forward is never the tighter place;
-elsewhere candidates are placed one by one. Shortfall: a run doesn't cross the border of a counted stretch.
+elsewhere candidates are placed one by one. Shortfalls: a run doesn't cross the border of a counted stretch; where there
+are several passes, the order is the last one's, which meets the gradients of all others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Stretch:
     Attributes:
         chain, start, stop: which blocks.
         passes: the calls of each pass.
-        shapes: what may be done, in Liu's order.
+        shapes: what may be done, in Liu's order for the last pass.
         jobs: per pass, one job per shape.
     """
 
@@ -103,16 +104,14 @@ def _stretch(
     jobs = [[_job(trace, calls, shape) for shape in shapes] for calls in passes]
     if not all(_backward_is_tighter(job) for of_pass in jobs for job in of_pass):
         return None
-    orders = [sorted(range(len(shapes)), key=lambda i, of=of_pass: (of[i].rank, i)) for of_pass in jobs]
-    if any(order != orders[0] for order in orders):
-        return None
+    order = sorted(range(len(shapes)), key=lambda i: (jobs[-1][i].rank, i))
     return Stretch(
         chain=index,
         start=start,
         stop=stop,
         passes=passes,
-        shapes=tuple(shapes[i] for i in orders[0]),
-        jobs=tuple(tuple(of_pass[i] for i in orders[0]) for of_pass in jobs),
+        shapes=tuple(shapes[i] for i in order),
+        jobs=tuple(tuple(of_pass[i] for i in order) for of_pass in jobs),
     )
 
 
