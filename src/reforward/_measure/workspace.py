@@ -109,15 +109,21 @@ def _recorded_inputs(shapes: Iterable[Any], types: Iterable[str]) -> Iterator[In
     for shape, kind in zip(shapes, types, strict=False):
         if shape and isinstance(shape[0], list):
             yield from (Input(tuple(member), "") for member in shape if member)
-        elif shape:
+        elif shape and not _is_opaque(len(shape), kind):
             yield Input(tuple(shape), kind)
+
+
+def _is_opaque(dimensions: int, kind: str) -> bool:
+    """Whether an input is a kernel's own buffer of bytes (oneDNN's LSTM passes one on): its fake has no size."""
+    return dimensions == 1 and kind == _TYPE_NAMES[torch.uint8]
 
 
 def _inputs(args: Iterable[Any]) -> Iterator[Input]:
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            if arg.dim():
-                yield Input(tuple(arg.shape), _TYPE_NAMES.get(arg.dtype, str(arg.dtype)))
+            kind = _TYPE_NAMES.get(arg.dtype, str(arg.dtype))
+            if arg.dim() and not _is_opaque(arg.dim(), kind):
+                yield Input(tuple(arg.shape), kind)
         else:
             yield from (Input(tuple(member.shape), "") for member in tensors_in(arg) if member.dim())
 

@@ -7,9 +7,9 @@ gradient of its output is there and ends when that of its input is; what lies be
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -61,12 +61,14 @@ class BlockCall:
         follows: whether it received the output of the call before it.
         output_bytes: size of the storages of its output.
         inputs: shape, type and requires_grad of each tensor it was given.
+        graded: which of its output tensors got a gradient.
     """
 
     block: Block
     follows: bool
     output_bytes: int
     inputs: tuple[Any, ...]
+    graded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,8 @@ def dry_run(
     except Exception as error:
         fact = (str(error).splitlines() or [""])[0]
         raise DryRunError(
-            f"{type(model).__name__} can't be run on tensors without values ({type(error).__name__}: {fact}); its forward"
-            " must not look at what tensors hold, as .item() or shapes that depend on data do"
+            f"{type(model).__name__} can't be run on tensors without values ({type(error).__name__}: {fact});"
+            " its forward must not look at what tensors hold, as .item() or shapes that depend on data do"
         ) from error
     if blocks and not result.calls:
         raise StepError(
@@ -145,7 +147,7 @@ def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant:
     for tensors in static.values():
         tracker.ignore(tensors)
     handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in fake.parameters if p.requires_grad]
-    watch = _Watch(tracker)
+    watch = _Watch(tracker, fake.fake_of)
     with tracker, watch.flops, watch.blocks(model, blocks):
         fake.step.run(variant, phase=watch.phase)
         gradient_bytes = sizes["gradients"] + sum(
@@ -156,7 +158,7 @@ def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant:
         peak_bytes=sum(sizes.values()) + tracker.peak_bytes,
         static_bytes=sum(sizes.values()),
         breakdown=_breakdown(sizes, tracker),
-        calls=tuple(watch.calls),
+        calls=watch.finished_calls(),
         segments=tuple(watch.segments),
         parameter_bytes=sizes["parameters"],
         optimizer_bytes=sizes["optimizer"],
@@ -220,15 +222,17 @@ class _Flops(TorchDispatchMode):
 class _Watch:
     """Cuts the trace where blocks begin and end."""
 
-    def __init__(self, tracker: StorageTracker):
+    def __init__(self, tracker: StorageTracker, fake_of: Callable[[torch.Tensor], torch.Tensor]):
         self.flops = _Flops()
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker
+        self._fake_of = fake_of
         self._open: tuple[Kind, int] = ("gap", -1)
         self._begin_bytes = 0
         self._begin_flops = 0
         self._output: list[weakref.ref[torch.Tensor]] = []
+        self._graded: dict[int, set[int]] = {}
 
     def cut(self, kind: Kind, call: int) -> None:
         """Ends the open segment and begins another."""
@@ -262,11 +266,15 @@ class _Watch:
                 module = by_path[block.path]
                 begin = module.register_forward_pre_hook(self._beginner(block), with_kwargs=True)
                 stack.callback(begin.remove)
-                stack.callback(module.register_forward_hook(self._end_forward).remove)
+                stack.callback(module.register_forward_hook(self._end_forward, with_kwargs=True).remove)
             yield
 
+    def finished_calls(self) -> tuple[BlockCall, ...]:
+        """The calls, with what backward told of them."""
+        return tuple(replace(call, graded=tuple(sorted(self._graded.get(i, ())))) for i, call in enumerate(self.calls))
+
     def _beginner(self, block: Block) -> Any:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = _torch.tensors_in((args, kwargs))
             follows = any(reference() is t for reference in self._output for t in given)
             inputs = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in given)
@@ -276,24 +284,37 @@ class _Watch:
             for tensor in given:
                 if tensor.requires_grad and torch.is_grad_enabled():
                     tensor.register_hook(lambda gradient, call=call: self._end_backward(call))
+            return self._without_real(args, kwargs)
 
         return begin
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _without_real(self, args: Any, kwargs: Any) -> Any:
+        """Arguments in which the fake takes the place of a real tensor that the step's function holds.
+
+        The fake mode would exchange it at every operation; then the block's saved input isn't what it was given.
+        """
+        leaves, structure = _torch.flatten((args, kwargs))
+        return _torch.unflatten([self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+
+    def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._open[1]
+        given = {id(t) for t in _torch.tensors_in((args, kwargs))}
         tensors = _torch.tensors_in(output)
         self._output = [weakref.ref(t) for t in tensors]
         size = sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
-        known = self.calls[call]
-        self.calls[call] = BlockCall(block=known.block, follows=known.follows, output_bytes=size, inputs=known.inputs)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, call=call: self._begin_backward(call))
+        self.calls[call] = replace(self.calls[call], output_bytes=size)
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad and id(tensor) not in given:  # what is only passed on was made elsewhere
+                tensor.register_hook(lambda gradient, index=index: self._begin_backward(call, index))
         self.cut("gap", -1)
 
-    def _begin_backward(self, call: int) -> None:
-        if self._open != ("backward", call) and not is_replaying():
+    def _begin_backward(self, call: int, output: int) -> None:
+        if is_replaying():
+            return
+        if call not in self._graded:
+            self._graded[call] = set()
             self.cut("backward", call)
+        self._graded[call].add(output)
 
     def _end_backward(self, call: int) -> None:
         if self._open == ("backward", call):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from reforward import _torch
 from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
+from reforward._profile.integers import RealIntegers, is_integer
 from reforward._step import Step
 
 
@@ -24,10 +25,12 @@ class FakeStep:
 
     Attributes:
         step: the step, with a copy of the optimizer that updates the fake parameters.
+        fake_of: what stands for a tensor in the dry run: a fake, or the tensor itself if it holds integers.
         parameters, buffers, gradients, optimizer, batch: fake tensors, each once.
     """
 
     step: Step
+    fake_of: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[torch.Tensor, ...]
     buffers: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
@@ -58,17 +61,18 @@ def faked(model: nn.Module, step: Step) -> Iterator[FakeStep]:
         fakes = _Fakes(mode)
         exchanged = [(module, *_torch.named_own(module)) for module in modules]
         try:
-            with mode:
+            with mode, RealIntegers():
                 for module, parameters, buffers in exchanged:
                     for name, parameter in parameters.items():
                         _torch.put_parameter(module, name, fakes.of(parameter))
                     for name, buffer in buffers.items():
                         _torch.put_buffer(module, name, fakes.of(buffer))
-                batch = [fakes.of(item) for item in held if isinstance(item, torch.Tensor)]
+                batch = [fakes.stand_in(item) for item in held if isinstance(item, torch.Tensor)]
                 optimizer = _fake_optimizer(step.optimizer, fakes) if step.optimizer is not None else None
                 parameters = _unique(fakes.of(p) for _, own, _ in exchanged for p in own.values())
                 yield FakeStep(
                     step=replace(step, optimizer=optimizer),
+                    fake_of=fakes.stand_in,
                     parameters=parameters,
                     buffers=_unique(fakes.of(b) for _, _, own in exchanged for b in own.values()),
                     gradients=_unique(p.grad for p in parameters if p.grad is not None),
@@ -92,11 +96,21 @@ class _Fakes:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._by_id:
-            fake = self._mode.from_tensor(tensor)
+            fake = self._fake(tensor)
             self._by_id[id(tensor)] = tensor, fake
             if tensor.is_leaf:
                 fake.grad = None if tensor.grad is None else self._mode.from_tensor(tensor.grad)
         return self._by_id[id(tensor)][1]
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor becomes that the step's function holds: integers are used as they are."""
+        return tensor if is_integer(tensor) or _torch.is_fake(tensor) else self.of(tensor)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_integer(tensor):
+            return self._mode.from_tensor(tensor)
+        with _torch.outside_fake_mode():
+            return tensor.detach().clone()  # integers stay real, but the model's own aren't written
 
 
 def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: _Fakes) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,15 @@ class RealCosts:
 
 
 def signature(module: nn.Module, call: BlockCall) -> Signature:
-    """Equal for block calls that cost the same: same class and sizes, same trainable parameters, same inputs."""
-    return call.block.module_type, repr(module), tuple(p.requires_grad for p in module.parameters()), call.inputs
+    """Equal for block calls that cost the same: same class and sizes, same trainable parameters, same inputs, same
+    gradients."""
+    return (
+        call.block.module_type,
+        repr(module),
+        tuple(p.requires_grad for p in module.parameters()),
+        call.inputs,
+        call.graded,
+    )
 
 
 def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int) -> RealCosts:
@@ -75,14 +82,22 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
     with preserved(model, also=step_inputs(step)):
         by_path = modules_by_path(model)
         signatures = [signature(by_path[call.block.path], call) for call in calls]
-        inputs, outside_seconds, knowledge = _forward(model, step, calls, signatures, variant, device)
-        bench = _Bench(model, by_path, device)
-        paths = {key: call.block.path for key, call in zip(reversed(signatures), reversed(calls), strict=True)}
-        families = set().union(*(bench.families(paths[key], given) for key, given in inputs.items()))
-        policies = _policies(families)
-        for key, given in inputs.items():
-            knowledge = bench.learn(paths[key], given, knowledge)
-        blocks = {key: bench.seconds(paths[key], given, policies) for key, given in inputs.items()}
+        first = {key: index for index, key in reversed(list(enumerate(signatures)))}
+        inputs, outside_seconds, knowledge = _forward(model, step, calls, first.values(), variant, device)
+        bench = _Bench(model, device)
+        cases = {
+            key: _Case(
+                path=calls[index].block.path,
+                module=by_path[calls[index].block.path],
+                inputs=inputs[index],
+                graded=calls[index].graded,
+            )
+            for key, index in first.items()
+        }
+        policies = _policies(set().union(*(case.families() for case in cases.values())))
+        for case in cases.values():
+            knowledge = bench.learn(case, knowledge)
+        blocks = {key: bench.seconds(case, policies) for key, case in cases.items()}
     return RealCosts(
         knowledge=knowledge,
         policies=policies,
@@ -103,16 +118,14 @@ def _forward(
     model: nn.Module,
     step: Step,
     calls: Sequence[BlockCall],
-    signatures: Sequence[Signature],
+    wanted: Collection[int],
     variant: int,
     device: torch.device,
-) -> tuple[dict[Signature, CallInputs], float, Knowledge]:
-    """The forward without gradients: inputs of each distinct call, seconds outside of blocks, what its kernels need."""
-    first = {key: index for index, key in reversed(list(enumerate(signatures)))}
+) -> tuple[dict[int, CallInputs], float, Knowledge]:
+    """The forward without gradients: inputs of some calls, seconds outside of blocks, what its kernels need."""
     sizes = OutputSizes()
     with sizes:
-        captured = capture_inputs(model, calls, lambda: step.loss(variant), wanted=first.values())
-    inputs = {key: captured[index] for key, index in first.items()}
+        inputs = capture_inputs(model, calls, lambda: step.loss(variant), wanted=wanted)
     with torch.no_grad():
         seconds = min(_seconds_outside(model, calls, lambda: step.loss(variant), device) for _ in range(_REPEATS))
         trace = record(lambda: step.loss(variant), device=device, shapes=True)
@@ -145,58 +158,68 @@ def _seconds_outside(
             handle.remove()
 
 
-class _Bench:
-    """Runs single blocks forward and backward."""
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """One block call by itself: the block, its arguments, and which of its output tensors get gradients."""
 
-    def __init__(self, model: nn.Module, by_path: dict[str, nn.Module], device: torch.device):
-        self._model = model
-        self._by_path = by_path
-        self._device = device
+    path: str
+    module: nn.Module
+    inputs: CallInputs
+    graded: tuple[int, ...]
 
-    def families(self, path: str, given: CallInputs) -> set[str]:
+    def families(self) -> set[str]:
         """The families of operations that the block's forward is written with."""
-        args, kwargs = given.fresh()
+        args, kwargs = self.inputs.fresh()
         with torch.no_grad(), families_of() as found:
-            self._by_path[path](*args, **kwargs)
+            self.module(*args, **kwargs)
         return found
 
-    def learn(self, path: str, given: CallInputs, known: Knowledge) -> Knowledge:
+    def run(self, device: torch.device) -> tuple[float, float]:
+        """Runs it forward and backward; the seconds of each."""
+        args, kwargs = self.inputs.fresh()
+        sources = [t for t in (*_torch.tensors_in((args, kwargs)), *self.module.parameters()) if t.requires_grad]
+        begin = _now(device)
+        with torch.enable_grad():
+            outputs = _torch.tensors_in(self.module(*args, **kwargs))
+        forward = _now(device) - begin
+        graded = [outputs[index] for index in self.graded]
+        ones = [torch.ones_like(t) for t in graded]
+        del outputs
+        begin = _now(device)
+        if graded and sources:
+            torch.autograd.grad(graded, sources, ones, allow_unused=True)
+        return forward, _now(device) - begin
+
+
+class _Bench:
+    """Runs single blocks of a model."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self._model = model
+        self._device = device
+
+    def learn(self, case: _Case, known: Knowledge) -> Knowledge:
         """Adds what the block's kernels need, forward and backward."""
         with known.output_sizes:
-            self._run(path, given)
-        trace = record(lambda: self._run(path, given), device=self._device, shapes=True)
+            case.run(self._device)
+        trace = record(lambda: case.run(self._device), device=self._device, shapes=True)
         return Knowledge(
             workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
         )
 
-    def seconds(self, path: str, given: CallInputs, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
+    def seconds(self, case: _Case, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
         """Durations under each policy: the least of some interleaved runs."""
         runs: dict[Policy, list[tuple[float, float]]] = {policy: [] for policy in policies}
         for _ in range(_REPEATS):
             for policy in policies:
-                with attached(self._model, {path: policy}):
-                    runs[policy].append(self._run(path, given))
+                with attached(self._model, {case.path: policy}):
+                    runs[policy].append(case.run(self._device))
         best = {policy: (min(f for f, _ in taken), min(b for _, b in taken)) for policy, taken in runs.items()}
         forward, backward = best[policies[0]]
         return {
             policy: BlockSeconds(forward=forward, backward=backward, replay=max(0.0, f + b - forward - backward))
             for policy, (f, b) in best.items()
         }
-
-    def _run(self, path: str, given: CallInputs) -> tuple[float, float]:
-        """Seconds of forward and of backward."""
-        module = self._by_path[path]
-        args, kwargs = given.fresh()
-        sources = [t for t in (*_torch.tensors_in((args, kwargs)), *module.parameters()) if t.requires_grad]
-        begin = _now(self._device)
-        with torch.enable_grad():
-            outputs = [t for t in _torch.tensors_in(module(*args, **kwargs)) if t.requires_grad]
-        middle = _now(self._device)
-        if outputs and sources:
-            ones = [torch.ones_like(t) for t in outputs]
-            middle = _now(self._device)
-            torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-        return middle - begin, _now(self._device) - middle
 
 
 def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
