@@ -135,3 +135,14 @@ def test_refuses_what_it_cannot_run():
         simulate(profile, Plan(nodes=(region(9),)))
     with pytest.raises(errors.PlanError, match="wasn't profiled"):
         simulate(profile, Plan(nodes=(region(1, Recompute(save=(Ops(family="conv"),))),)))
+
+
+def test_replay_in_a_run_takes_as_long_as_a_measured_replay():
+    calls = [block(i) for i in range(4)]
+    slow = [
+        replace(call, options=tuple(replace(o, replay_seconds=3 * o.replay_seconds) for o in call.options))
+        for call in calls
+    ]
+    profile = step(slow)
+    every = Plan(nodes=tuple(region(i) for i in range(4)))
+    assert simulate(profile, Plan(nodes=(run(0, 4),))).seconds == pytest.approx(simulate(profile, every).seconds)

@@ -73,7 +73,7 @@ class Way:
 
     Attributes:
         peak_bytes: highest live bytes, relative to the begin of the interval's (re)run.
-        cost: weighed seconds and operations of all of it.
+        cost: weighed seconds and operations, without those of the blocks' first forward, which all ways have.
         shapes: the members, in order.
         depth: how many runs lie inside each other in it.
     """
@@ -259,7 +259,8 @@ class Contents:
 
     def _single(self, cost: CallCost, index: int) -> _Head:
         option = cost.options[index]
-        seconds = option.forward_seconds + option.backward_seconds + option.replay_seconds
+        seconds = option.forward_seconds - cost.options[FULL].forward_seconds
+        seconds += option.backward_seconds + option.replay_seconds
         way = Way(peak_bytes=option.backward_peak_bytes, cost=self._weights(seconds, option.replay_flops))
         return _Head.of(
             ways=[way],
@@ -272,7 +273,8 @@ class Contents:
         forward = Effect()
         for effect in run_forward(costs):
             forward = forward.then(effect)
-        again = self._weights(forward.seconds, sum(cost.options[FULL].replay_flops for cost in costs))
+        replays = [cost.options[FULL] for cost in costs]
+        again = self._weights(sum(o.replay_seconds for o in replays), sum(o.replay_flops for o in replays))
         return _Head.of(
             ways=[replace(way, cost=way.cost + again, depth=way.depth + 1) for way in ways],
             members=[way.shapes for way in ways],
