@@ -141,7 +141,8 @@ def test_a_plan_names_each_block_once():
         ("matmul", (Ops(family="matmul"),)),
         ("*.mlp", (Modules(pattern="*.mlp"),)),
         ("layers.0", (Modules(pattern="layers.0"),)),
-        (["norm", Ops(family="conv", within="*.a")], (Ops(family="norm"), Ops(family="conv", within="*.a"))),
+        (["norm", Ops(family="conv", within="*.a")], (Ops(family="conv", within="*.a"), Ops(family="norm"))),
+        (["norm", "conv", "norm"], (Ops(family="conv"), Ops(family="norm"))),
         ([], ()),
     ],
 )
