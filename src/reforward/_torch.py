@@ -5,7 +5,7 @@ Everything here was checked on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, while one of them lives; works on fake tensors, which have no address.
 
+    Sparse tensors have no storage of their own; they share memory with nothing but themselves.
+
     Checked on 2.13.0: the public `untyped_storage().data_ptr()` raises on fake tensors.
     """
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -145,7 +147,65 @@ def put_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
     module._buffers[name] = buffer
 
 
-def named_own(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def named_own(module: nn.Module) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """The parameters and the buffers that the module holds itself, by name."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     return parameters, own_buffers(module)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values.
+
+    Checked on 2.13.0: `torch._subclasses.FakeTensor` is what `fake_mode()` makes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def outside_fake_mode() -> Any:
+    """A context in which operations compute again although a fake mode is active around it.
+
+    Checked on 2.13.0: torch.export uses the same one to evaluate constants.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation writes one of its arguments.
+
+    Checked on 2.13.0: an overload's `_schema` is the only place that says so.
+    """
+    return func._schema.is_mutable
+
+
+def returns_numbers(func: Any) -> bool:
+    """Whether an operation returns something, and no tensor in it (`.item()`, `.equal()`)."""
+    kinds = [str(returned.type) for returned in func._schema.returns]
+    return bool(kinds) and not any("Tensor" in kind for kind in kinds)
+
+
+# --- used by _runtime -------------------------------------------------------------------------------------------------
+
+
+def live_parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict in which the module keeps its own parameters, for reading and exchanging them.
+
+    Checked on 2.13.0: `torch.func.functional_call` exchanges them here.
+    """
+    return module._parameters  # pyright: ignore[reportReturnType]
+
+
+def live_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict in which the module keeps its own buffers."""
+    return module._buffers
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) or forward-mode AD is active.
+
+    Checked on 2.13.0: these forbid hooks on saved tensors, or differentiate without saving any.
+    """
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from reforward._measure.storages import dense_parts
-from reforward._runtime.fence import RngState
+from reforward._runtime import RngState
 
 _CHUNK_BYTES = 2**24
 

@@ -2,8 +2,18 @@
 
 from reforward._runtime.attach import attach, attached, detach, plan_of, suspended
 from reforward._runtime.checkpoint import checkpoint
-from reforward._runtime.fence import RngState
 from reforward._runtime.replay import is_replaying
 from reforward._runtime.selective import families_of
+from reforward._runtime.streams import RngState
 
-__all__ = ["RngState", "attach", "attached", "checkpoint", "detach", "families_of", "is_replaying", "plan_of", "suspended"]
+__all__ = [
+    "RngState",
+    "attach",
+    "attached",
+    "checkpoint",
+    "detach",
+    "families_of",
+    "is_replaying",
+    "plan_of",
+    "suspended",
+]

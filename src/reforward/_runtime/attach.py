@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _patterns, _torch
 from reforward._blocks import modules_by_path
 from reforward._errors import AttachError, PatternError, PlanError
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
-from reforward._runtime.fence import Fence, ModuleState
+from reforward._runtime.fence import Fence
+from reforward._runtime.module_state import ModuleState, Writes
 from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
@@ -35,7 +37,7 @@ class Attachment:
         plan: the plan.
         active: False while suspended.
         chains: the open runs.
-        last_fence: the latest call's, whose random state the next one shares if nothing was drawn since.
+        warned: blocks at which a broken chain was reported.
     """
 
     def __init__(self, plan: Plan):
@@ -45,7 +47,6 @@ class Attachment:
 
     def _reset(self) -> None:
         self.chains = Chains()
-        self.last_fence: Fence | None = None
         self.warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,9 +92,11 @@ class RegionForward(_Forward):
         super().__init__(module, path)
         self.node = node
         self.attachment = attachment
-        self._writes: set[tuple[int, str]] | None = None
+        self._writes: Writes | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._in_compiler(*args, **kwargs)
         frame = current_frame()
         if isinstance(frame, Recorder) or not self._applies():  # an outer region keeps its own input, no more
             return self.plain(*args, **kwargs)
@@ -103,7 +106,7 @@ class RegionForward(_Forward):
             return self.plain(*args, **kwargs)
         run = self._open_run(given)
         devices = _accelerators(given, modules)
-        fence = self._fence(modules, devices, in_replay=frame is not None)
+        fence = Fence(ModuleState(self.path, modules, self._writes), devices, given)
         previous = run.outputs() if run is not None else []
         call = Call(self.path, self.plain, args, kwargs, previous=previous, fence=fence, modules=modules)
         recording = run.recording if run is not None else Recording(self.node, start=self._start(), devices=devices)
@@ -115,15 +118,14 @@ class RegionForward(_Forward):
         self._keep_open(recording, result)
         return result
 
-    def _fence(self, modules: list[nn.Module], devices: tuple[torch.device, ...], in_replay: bool) -> Fence:
-        state = ModuleState(self.path, modules, self._writes)
-        if in_replay:  # the streams stand elsewhere in a replay, so nothing is shared
-            return Fence(state, devices, None)
-        self.attachment.last_fence = Fence(state, devices, self.attachment.last_fence)
-        return self.attachment.last_fence
+    def _in_compiler(self, *args: Any, **kwargs: Any) -> Any:
+        """Under torch.compile a recomputed block is torch's own region, which the compiler knows; runs are plain."""
+        if self.attachment.active and isinstance(self.node, Region):
+            return torch_checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+        return self.plain(*args, **kwargs)
 
     def _applies(self) -> bool:
-        if not (self.attachment.active and torch.is_grad_enabled()):
+        if not (self.attachment.active and torch.is_grad_enabled()) or _torch.in_transform():
             return False
         return self.attachment.plan.when == "grad" or self.module.training
 
@@ -133,7 +135,7 @@ class RegionForward(_Forward):
         run = self.attachment.chains.continued_by(self.node, self.path, given)
         if run is not None:
             self.attachment.chains.close(run)
-        elif self._start() > 0:
+        elif self._start() > 0 and _wants_gradient(given):  # otherwise the blocks before it are frozen, and plain
             self._warn_of_broken_chain()
         return run
 
@@ -159,10 +161,12 @@ class SubmoduleForward(_Forward):
     """The forward of a submodule that a selector names: it tells the keeper where the block is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
         frame = current_frame()
         if frame is None or frame.keeper is None:
             return self.plain(*args, **kwargs)
-        return frame.keeper.call_submodule(self.path, self.plain, args, kwargs)
+        return frame.keeper.call_submodule(self.path, self.module, self.plain, args, kwargs)
 
 
 class _TakenOver:
@@ -317,9 +321,11 @@ def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
 
 
 def _gradient_flows(given: list[Any], modules: list[nn.Module]) -> bool:
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given):
-        return True
-    return any(p.requires_grad for module in modules for p in _torch.own_parameters(module))
+    return _wants_gradient(given) or any(p.requires_grad for module in modules for p in _torch.own_parameters(module))
+
+
+def _wants_gradient(given: list[Any]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
 
 
 def _accelerators(given: list[Any], modules: list[nn.Module]) -> tuple[torch.device, ...]:

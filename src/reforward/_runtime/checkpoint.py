@@ -15,7 +15,8 @@ from reforward import _torch
 from reforward._errors import InputError, ReplayMismatchError
 from reforward._plan import Region
 from reforward._policy import Modules, Ops, Policy, Recompute, Save
-from reforward._runtime.fence import Fence, ModuleState
+from reforward._runtime.fence import Fence
+from reforward._runtime.module_state import ModuleState
 from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
 from reforward._runtime.selective import Keeper
 
@@ -61,14 +62,14 @@ def checkpoint(
     modules = _modules_of(function)
     frame = current_frame()
     given = _torch.flatten((args, kwargs))[0]
-    if isinstance(policy, Save) or isinstance(frame, Recorder) or not torch.is_grad_enabled():
+    if isinstance(policy, Save) or isinstance(frame, Recorder) or not torch.is_grad_enabled() or _torch.in_transform():
         with in_forward:
             return function(*args, **kwargs)
     devices = tuple(dict.fromkeys(t.device for t in _tensors(given, modules) if t.device.type not in ("cpu", "meta")))
     name = getattr(function, "__qualname__", type(function).__name__)
     if debug:
         in_forward, in_replay = _traced(in_forward, in_replay)
-    fence = Fence(ModuleState(name, modules, None), devices, None)
+    fence = Fence(ModuleState(name, modules, None), devices, given)
     call = Call(
         name, function, args, kwargs, previous=[], fence=fence, modules=modules,
         contexts=(lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",

@@ -22,10 +22,11 @@ import torch
 
 from reforward import _torch
 from reforward._errors import MutationError, ReplayMismatchError
-from reforward._plan import Node, Region, Run, leaves
+from reforward._plan import Node, Region, leaves
 from reforward._policy import Save
-from reforward._runtime.fence import Fence, RngState
+from reforward._runtime.fence import Fence
 from reforward._runtime.selective import Keeper
+from reforward._runtime.streams import RngState
 
 
 class _Done(BaseException):
@@ -124,6 +125,10 @@ class _Kept:
         self.requires_grad = tensor.requires_grad
         self.version = _torch.version(tensor)
 
+    @property
+    def intact(self) -> bool:
+        return _torch.version(self.tensor) == self.version
+
     def fresh(self) -> torch.Tensor:
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
@@ -178,7 +183,7 @@ class Call:
         ]
 
     def arguments(self, previous: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh arguments, cut off from the graph that made them.
+        """Fresh arguments, cut off from the graph that made them; `previous` are leaves of the output of the call before.
 
         Raises:
             MutationError: an argument was changed in place since the call.
@@ -186,14 +191,29 @@ class Call:
         fresh: list[Any] = []
         for leaf in self._leaves:
             if isinstance(leaf, _Kept):
-                if _torch.version(leaf.tensor) != leaf.version:
-                    raise self._mutated(leaf, "after its forward")
-                leaf = leaf.fresh()
-            elif isinstance(leaf, _Previous):
-                given = previous[leaf.index]
-                leaf = given.detach().requires_grad_(given.requires_grad)
+                leaf = self._fresh(leaf)
+            elif isinstance(leaf, _Previous):  # not cut off: the block may overwrite it, as it did in forward
+                leaf = previous[leaf.index]
             fresh.append(leaf)
         return _torch.unflatten(fresh, self._structure)
+
+    def _fresh(self, kept: _Kept) -> torch.Tensor:
+        if not kept.intact:
+            raise self._mutated(kept, "after its forward")
+        return kept.fresh()
+
+    def entry_of(self, previous: list[Any]) -> list[_Kept | None]:
+        """What a recording that begins with this call keeps of the output of the call before: the leaves that it takes."""
+        needed = {leaf.index for leaf in self._leaves if isinstance(leaf, _Previous)}
+        return [_Kept(leaf) if i in needed else None for i, leaf in enumerate(previous)]
+
+    def enter(self, entry: list[_Kept | None]) -> list[Any]:
+        """The inverse of `entry_of`.
+
+        Raises:
+            MutationError: a tensor was changed in place since.
+        """
+        return [self._fresh(kept) if kept is not None else None for kept in entry]
 
     def check_unchanged(self) -> None:
         """To be called when the forward has ended.
@@ -202,7 +222,7 @@ class Call:
             MutationError: the block changed an argument in place, so its value before is lost.
         """
         for leaf in self._leaves:
-            if isinstance(leaf, _Kept) and _torch.version(leaf.tensor) != leaf.version:
+            if isinstance(leaf, _Kept) and not leaf.intact:
                 raise self._mutated(leaf, "in its own forward")
 
     def _mutated(self, leaf: _Kept, when: str) -> MutationError:
@@ -218,10 +238,6 @@ class Call:
         keys.update(_torch.storage_key(leaf.tensor) for leaf in self._leaves if isinstance(leaf, _Kept))
         return keys
 
-    def previous_needed(self) -> set[int]:
-        """Which leaves of the output before it takes."""
-        return {leaf.index for leaf in self._leaves if isinstance(leaf, _Previous)}
-
 
 class Recording:
     """A live region: its calls, and the holders of what they saved.
@@ -229,18 +245,15 @@ class Recording:
     Args:
         node: the plan's node that it carries out.
         start: the leaf of the node that the first call belongs to.
-        entry: leaves of the output that the first call receives; only for recordings made in a replay.
         devices: accelerators whose random streams the calls may draw from.
     """
 
-    def __init__(
-        self, node: Node, *, start: int = 0, entry: list[Any] | None = None, devices: tuple[torch.device, ...] = ()
-    ):
+    def __init__(self, node: Node, *, start: int = 0, devices: tuple[torch.device, ...] = ()):
         self.node = node
         self.start = start
         self.calls: list[Call] = []
         self._devices = devices
-        self._entry = entry or []
+        self._entry: list[_Kept | None] = []  # of a recording made in a replay: what its first call was given
         self._slots: list[list[tuple[weakref.ref[Holder], torch.Size, torch.dtype]]] = []
         self._keepers: list[Keeper | None] = []
 
@@ -264,11 +277,7 @@ class Recording:
     def forward_again(self, call: Call, previous: list[Any], keeper: Keeper | None, sink: Filler) -> Any:
         """Runs a call in the replay of an outer recording, whose holders then stand before this one's."""
         if not self.calls:
-            needed = call.previous_needed()
-            self._entry = [
-                leaf.detach().requires_grad_(leaf.requires_grad) if i in needed else None
-                for i, leaf in enumerate(previous)
-            ]
+            self._entry = call.entry_of(previous)
         args, kwargs = call.arguments(previous)
         with call.fence.rewound():
             sink.look()
@@ -288,7 +297,7 @@ class Recording:
 
     def _entry_storages(self, index: int) -> set[int]:
         """Storages that the recording holds for its first call beside the call's own."""
-        return {_torch.storage_key(t) for t in self._entry if isinstance(t, torch.Tensor)} if index == 0 else set()
+        return {_torch.storage_key(kept.tensor) for kept in self._entry if kept is not None} if index == 0 else set()
 
     def replay(self) -> None:
         """Computes the calls again, up to the last holder that is still alive, and fills the holders.
@@ -298,8 +307,7 @@ class Recording:
         stop = self._last_needed()
         if stop is None:
             return
-        drawn = frozenset().union(*(call.fence.drawn for call in self.calls))
-        now = RngState.capture(self._devices, drawn)
+        now = RngState.capture(self._devices)
         _local.replays += 1
         try:
             with torch.enable_grad():
@@ -320,7 +328,7 @@ class Recording:
         return None
 
     def _replay_until(self, stop: tuple[int, int]) -> None:
-        previous, index = self._entry, 0
+        previous, index = self.calls[0].enter(self._entry), 0
         for member, offset, count in _members(self.node, self.start, len(self.calls)):
             nested = (
                 None

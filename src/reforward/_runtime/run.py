@@ -13,28 +13,38 @@ from typing import Any
 
 import torch
 
+from reforward import _torch
 from reforward._plan import Node, leaves
 from reforward._runtime.replay import Recording
 
 
 class OpenRun:
-    """A run that may go on: the output of its last call, held weakly.
+    """A run that may go on: the output of its last call, held weakly. If it is overwritten, the run can't go on from it.
 
     Attributes:
         recording: the live region.
         next_leaf: the member that comes next.
     """
 
-    __slots__ = ("_outputs", "next_leaf", "recording")
+    __slots__ = ("_outputs", "_versions", "next_leaf", "recording")
 
     def __init__(self, recording: Recording, next_leaf: int, outputs: list[Any]):
         self.recording = recording
         self.next_leaf = next_leaf
         self._outputs = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in outputs]
+        self._versions = [_torch.version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in outputs]
 
     def outputs(self) -> list[torch.Tensor | None]:
-        """The leaves of the last output, as far as they live."""
-        return [reference() if reference is not None else None for reference in self._outputs]
+        """The leaves of the last output, as far as they live and are as the call returned them; None for the others."""
+        alive = [reference() if reference is not None else None for reference in self._outputs]
+        return [
+            leaf if leaf is not None and _torch.version(leaf) == version else None
+            for leaf, version in zip(alive, self._versions, strict=True)
+        ]
+
+    def is_intact(self, output: torch.Tensor) -> bool:
+        """Whether a leaf of the output is as the call returned it."""
+        return any(output is leaf for leaf in self.outputs())
 
 
 class Chains:
@@ -52,7 +62,7 @@ class Chains:
             if found is None or found[0]() is not leaf:
                 continue
             run = found[1]
-            if run.recording.node is node and _leaf_path(node, run.next_leaf) == path:
+            if run.is_intact(leaf) and run.recording.node is node and _leaf_path(node, run.next_leaf) == path:
                 return run
         return None
 

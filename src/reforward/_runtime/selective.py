@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,8 @@ from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.families import family_of
-from reforward._runtime.fence import TORCH_PARTS, RngState
+from reforward._runtime.module_state import changed
+from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState
 
 if TYPE_CHECKING:
     from reforward._runtime.replay import Recorder
@@ -99,16 +101,21 @@ class _KeptCall:
 
 @dataclass
 class _KeptModule:
-    """One call of a selected submodule: its whole output."""
+    """One call of a selected submodule: its whole output.
+
+    Attributes:
+        side_effects: it did more than return its output, so it is called again although that is known.
+    """
 
     outputs: list[_Output]
     structure: Any
     rng: RngState
     saved_before: int
+    side_effects: bool
 
     @property
     def intact(self) -> bool:
-        return all(output.intact for output in self.outputs)
+        return not self.side_effects and all(output.intact for output in self.outputs)
 
 
 class Keeper:
@@ -136,8 +143,11 @@ class Keeper:
     def keeping(self, frame: Recorder) -> Iterator[None]:
         """The context of the forward."""
         self._pass = _Pass(frame=frame)
-        with _Families(self, self._keep):
-            yield
+        try:
+            with _Families(self, self._keep):
+                yield
+        finally:
+            self._pass = _Pass()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -148,7 +158,6 @@ class Keeper:
 
     def drop_unneeded(self, saved: int) -> None:
         """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not needed."""
-        self._pass = _Pass()
         self._calls = {key: call for key, call in self._calls.items() if call.saved_before < saved}
         self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
 
@@ -189,28 +198,32 @@ class Keeper:
 
     # Submodules ----------------------------------------------------------------------------------------------------------
 
-    def call_submodule(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a submodule that a selector of the policy may name."""
+    def call_submodule(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls the forward `function` of a submodule that a selector of the policy may name."""
         with self._pass.within(path):
             if self._pass.whole or not any(_patterns.matches(pattern, path) for pattern in self._modules):
                 return function(*args, **kwargs)
             key = self._pass.next_key("module")
             with self._pass.as_a_whole():
                 if self._pass.frame is not None:
-                    return self._keep_submodule(key, function, args, kwargs)
+                    return self._keep_submodule(key, module, function, args, kwargs)
                 return self._answer_submodule(key, function, args, kwargs)
 
-    def _keep_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _keep_submodule(
+        self, key: _Key, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         frame = self._pass.frame
         assert frame is not None
         saved_before = frame.saved
-        devices = _devices(_torch.tensors_in((args, kwargs)))
-        before = RngState.capture(devices)
+        inputs = _torch.tensors_in((args, kwargs))
+        devices = _devices(inputs)
+        before, watch = RngState.capture(devices), _SideEffects(module, inputs)
         with torch.autograd.graph.saved_tensors_hooks(frame.pack_kept, lambda holder: holder.get()):
             result = function(*args, **kwargs)
         flat, structure = _torch.flatten(result)
         outputs = [_Output.of(leaf, torch.Tensor.detach) for leaf in flat]
-        self._kept_modules[key] = _KeptModule(outputs, structure, RngState.capture(devices).moved_since(before), saved_before)
+        rng = RngState.capture(devices).moved_since(before)
+        self._kept_modules[key] = _KeptModule(outputs, structure, rng, saved_before, watch.happened())
         return result
 
     def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -218,7 +231,7 @@ class Keeper:
         if kept is not None and kept.intact:
             kept.rng.apply()
             return _torch.unflatten([output.fresh() for output in kept.outputs], kept.structure)
-        # Its output was overwritten since. What it saves was kept all the same, so nothing of it is counted.
+        # What it saves was kept all the same, so nothing of it is counted.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             return function(*args, **kwargs)
 
@@ -228,6 +241,22 @@ class Keeper:
             f"block {self._name!r}: call {ordinal} of family {family!r}{f' in {path!r}' if path else ''} {fact} when it runs"
             " again; a value that is kept can't be matched. Keep the block's control flow unchanged between forward and"
             " backward, or recompute it in full"
+        )
+
+
+class _SideEffects:
+    """Tells whether a submodule did more than return its output: set attributes, which the block may read, overwrote an
+    input, or drew from a generator of its own."""
+
+    def __init__(self, module: nn.Module, inputs: list[torch.Tensor]):
+        self._attributes = [(m, dict(m.__dict__)) for m in _torch.submodules(module)]
+        self._inputs = [(tensor, _torch.version(tensor)) for tensor in inputs]
+
+    def happened(self) -> bool:
+        return (
+            any(_torch.version(tensor) != version for tensor, version in self._inputs)
+            or any(changed(before, module.__dict__) for module, before in self._attributes)
+            or any(OwnStream.among(before.values()) for _, before in self._attributes)
         )
 
 
@@ -301,8 +330,8 @@ def families_of() -> Iterator[set[str]]:
         yield found
 
 
-def _worth_keeping(func: Any, family: str) -> bool:
-    if func in _MOVES:
+def _worth_keeping(func: Any, family: str, kwargs: dict[str, Any]) -> bool:
+    if func in _MOVES or kwargs.get("generator") is not None:  # drawing again moves that generator as it should
         return False
     return family == "elementwise" or torch.Tag.pointwise not in func.tags or _draws(func)
 
@@ -338,10 +367,11 @@ class _KeepOps(TorchDispatchMode):
         self._ordinals = _Ordinals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         key = self._ordinals.next(func)
         in_place = _is_in_place(func)
-        if _worth_keeping(func, self._family) and (not in_place or _draws(func)):
+        if _worth_keeping(func, self._family, kwargs) and (not in_place or _draws(func)):
             inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
             tensors = _torch.tensors_in(result)
             if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):

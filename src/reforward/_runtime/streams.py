@@ -1,0 +1,193 @@
+"""Random streams: torch's generators, Python's `random`, numpy's legacy generator, and generators that modules own.
+
+States are values. They are captured at every call of a region, so capturing is cheap and an unchanged part is stored once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from reforward import _torch
+
+Part = Literal["cpu", "devices", "python", "numpy"]
+ALL_PARTS: frozenset[Part] = frozenset(("cpu", "devices", "python", "numpy"))
+TORCH_PARTS: frozenset[Part] = frozenset(("cpu", "devices"))
+
+_MERSENNE_BYTES = 624 * 4 + 4  # key and position
+
+
+class _Latest(threading.local):
+    """The state captured last in this thread, whose parts the next one shares."""
+
+    state: RngState | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RngState:
+    """States of the global streams: torch's CPU and device generators, Python's `random`, numpy's legacy generator.
+
+    A part that wasn't captured is None.
+    """
+
+    cpu: bytes | None = None
+    devices: tuple[tuple[torch.device, bytes], ...] | None = None
+    python: Any = None
+    numpy: _NumpyState | None = None
+
+    @classmethod
+    def capture(cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS) -> RngState:
+        """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked."""
+        torch_too = not _torch.in_fake_mode()
+        latest = _latest.state or _NOTHING
+        state = cls(
+            cpu=_same(latest.cpu, _to_bytes(torch.get_rng_state())) if torch_too and "cpu" in parts else None,
+            devices=_same(latest.devices, _device_states(devices)) if torch_too and "devices" in parts else None,
+            python=_same(latest.python, random.getstate()) if "python" in parts else None,
+            numpy=_NumpyState.capture(latest.numpy) if "numpy" in parts else None,
+        )
+        if parts is ALL_PARTS:
+            _latest.state = state
+        return state
+
+    def apply(self) -> None:
+        """Sets the streams of the captured parts to this state."""
+        if self.cpu is not None:
+            torch.set_rng_state(_from_bytes(self.cpu))
+        for device, state in self.devices or ():
+            torch.get_device_module(device).set_rng_state(_from_bytes(state), device)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            self.numpy.apply()
+
+    def moved_since(self, earlier: RngState) -> RngState:
+        """This state, reduced to the parts that moved since: applying it does what was drawn meanwhile, and no more."""
+        moved = {p: getattr(self, p) for p in ALL_PARTS if getattr(self, p) != getattr(earlier, p)}
+        return RngState(**moved)
+
+
+_NOTHING = RngState()
+_latest = _Latest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NumpyState:
+    """numpy's legacy generator.
+
+    Reading it through numpy takes longer than a small block's forward, so its memory is looked at first, by the address
+    that numpy publishes for that.
+
+    Attributes:
+        memory: key and position as they lie in memory; None if it isn't a Mersenne twister.
+        state: what `numpy.random.get_state()` returned.
+    """
+
+    memory: bytes | None
+    state: Any
+
+    @classmethod
+    def capture(cls, latest: _NumpyState | None) -> _NumpyState | None:
+        """The state now; `latest` itself if it is that. None if numpy's random module was never imported."""
+        module = sys.modules.get("numpy.random")
+        if module is None:
+            return None
+        memory = _numpy_memory(module)
+        if latest is not None and latest._is_at(memory):
+            return latest
+        return cls(memory=memory, state=module.get_state())
+
+    def apply(self) -> None:
+        module = sys.modules["numpy.random"]
+        if not self._is_at(_numpy_memory(module)):
+            module.set_state(self.state)
+
+    def _is_at(self, memory: bytes | None) -> bool:
+        """Whether a generator with this memory is surely in this state.
+
+        A normal deviate put aside for the next draw isn't seen in memory. There is none if there was none and nothing
+        was drawn.
+        """
+        holds_deviate = self.state[3] != 0
+        return memory is not None and memory == self.memory and not holds_deviate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NumpyState) and _comparable(self.state) == _comparable(other.state)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _numpy_memory(module: Any) -> bytes | None:
+    generator = module.get_bit_generator()
+    if type(generator) is not module.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, _MERSENNE_BYTES)
+
+
+def _comparable(state: Any) -> Any:
+    kind, keys, *rest = state
+    return kind, keys.tobytes(), rest
+
+
+def _same(earlier: Any, now: Any) -> Any:
+    return earlier if earlier == now else now
+
+
+def _device_states(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, bytes], ...]:
+    return tuple((d, _to_bytes(torch.get_device_module(d).get_rng_state(d))) for d in devices)
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _from_bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+class OwnStream(NamedTuple):
+    """A generator object that isn't a global one, and its state."""
+
+    generator: Any
+    state: Any
+
+    @classmethod
+    def among(cls, values: Iterable[Any]) -> list[OwnStream]:
+        """The generators among some values, each with its state now."""
+        return [cls(value, state) for value in values if (state := _read(value)) is not None]
+
+    def apply(self) -> None:
+        """Sets the generator to this state."""
+        if isinstance(self.generator, torch.Generator):
+            self.generator.set_state(self.state)
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(self.state)
+        elif hasattr(self.generator, "bit_generator"):
+            self.generator.bit_generator.state = self.state
+        else:
+            self.generator.set_state(self.state)
+
+    def now(self) -> OwnStream:
+        """The same generator with its present state."""
+        return OwnStream(self.generator, _read(self.generator))
+
+
+def _read(value: Any) -> Any:
+    """The state of a generator object; None if the value isn't one."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    module = sys.modules.get("numpy.random")
+    if module is not None and isinstance(value, module.Generator):
+        return value.bit_generator.state
+    if module is not None and isinstance(value, module.RandomState):
+        return value.get_state()
+    return None
