@@ -2,7 +2,7 @@
 
 from reforward._runtime.attach import attach, attached, detach, plan_of, suspended
 from reforward._runtime.checkpoint import checkpoint
-from reforward._runtime.replay import is_replaying
+from reforward._runtime.depth import is_replaying
 from reforward._runtime.selective import families_of
 from reforward._runtime.streams import RngState
 

@@ -24,6 +24,7 @@ from reforward import _torch
 from reforward._errors import MutationError, ReplayMismatchError
 from reforward._plan import Node, Region, leaves
 from reforward._policy import Save
+from reforward._runtime.depth import depth
 from reforward._runtime.fence import Fence
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import RngState
@@ -35,18 +36,9 @@ class _Done(BaseException):
 
 class _Local(threading.local):
     frame: Recorder | Filler | None = None
-    replays: int = 0
 
 
 _local = _Local()
-
-
-def is_replaying() -> bool:
-    """True while the calling thread computes a block again for backward.
-
-    For code in a model's forward that must act once per step, such as counters or logging.
-    """
-    return _local.replays > 0
 
 
 def current_frame() -> Recorder | Filler | None:
@@ -84,6 +76,7 @@ class Holder:
             MutationError: it was changed in place since it was saved; autograd would refuse it as well.
             ReplayMismatchError: the replay took another way than the forward did.
         """
+        _note_backward_inside()
         if self.value is None and self.inner is None and self._recording is not None:
             self._recording.replay()
         if self.inner is not None:
@@ -100,6 +93,13 @@ class Holder:
                 f" {self._version}); write the operation out of place, or move it behind the backward"
             )
         return self.value
+
+
+def _note_backward_inside() -> None:
+    """A value asked for while a region's forward runs: that forward differentiates something itself."""
+    frame = _local.frame
+    if isinstance(frame, Recorder) and frame.keeper is not None:
+        frame.keeper.differentiates = True
 
 
 def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
@@ -308,14 +308,14 @@ class Recording:
         if stop is None:
             return
         now = RngState.capture(self._devices)
-        _local.replays += 1
+        depth.count += 1
         try:
             with torch.enable_grad():
                 self._replay_until(stop)
         except _Done:
             pass
         finally:
-            _local.replays -= 1
+            depth.count -= 1
             now.apply()
         reference: weakref.ref[Recording] = weakref.ref(self)
         _torch.at_end_of_backward(lambda: _release(reference))

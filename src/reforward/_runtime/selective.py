@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._runtime.depth import depth
 from reforward._runtime.families import family_of
 from reforward._runtime.module_state import changed
 from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState
@@ -68,23 +69,24 @@ class _Output:
 
 @dataclass
 class _KeptOp:
-    """One operation: its outputs, and where it left the random stream if it draws."""
+    """One operation: its outputs, and where it left the random stream if it draws.
+
+    Attributes:
+        saved_before: tensors that autograd had saved when it was about to compute, to tell whether a replay, which stops
+            at the last saved tensor, ever gets here. Autograd saves an operation's inputs before it computes.
+    """
 
     outputs: list[_Output]
     in_place: bool
     rng: RngState | None
+    saved_before: int
 
 
 @dataclass
 class _KeptCall:
-    """One call of a selected function: its kept operations by name and ordinal.
-
-    Attributes:
-        saved_before: tensors that autograd had saved before it, to tell whether a replay ever gets here.
-    """
+    """One call of a selected function: its kept operations by name and ordinal."""
 
     func: Any
-    saved_before: int
     ops: dict[tuple[Any, int], _KeptOp] = field(default_factory=dict)
 
     def seal(self) -> None:
@@ -93,6 +95,11 @@ class _KeptCall:
             for output in op.outputs:
                 if isinstance(output.value, torch.Tensor):
                     output.version = _torch.version(output.value)
+
+    def drop_unneeded(self, saved: int) -> bool:
+        """Whether any operation is left that computes before the last of so many saved tensors is saved."""
+        self.ops = {key: op for key, op in self.ops.items() if op.saved_before < saved}
+        return bool(self.ops)
 
     @property
     def intact(self) -> bool:
@@ -124,6 +131,10 @@ class Keeper:
     Args:
         save: the policy's selectors.
         name: the block, for messages.
+
+    Attributes:
+        differentiates: the call takes a gradient in its own forward. A kept submodule then runs again all the same, since
+            that gradient has to pass through it.
     """
 
     def __init__(self, save: tuple[Ops | Modules, ...], name: str = ""):
@@ -133,6 +144,7 @@ class Keeper:
         self._calls: dict[_Key, _KeptCall] = {}
         self._kept_modules: dict[_Key, _KeptModule] = {}
         self._pass = _Pass()
+        self.differentiates = False
 
     @classmethod
     def of(cls, policy: Policy | None, name: str = "") -> Keeper | None:
@@ -142,23 +154,27 @@ class Keeper:
     @contextmanager
     def keeping(self, frame: Recorder) -> Iterator[None]:
         """The context of the forward."""
-        self._pass = _Pass(frame=frame)
-        try:
-            with _Families(self, self._keep):
-                yield
-        finally:
-            self._pass = _Pass()
+        with self._passing(_Pass(frame=frame)), _Families(self, self._keep):
+            yield
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """The context of the replay."""
-        self._pass = _Pass()
-        with _Families(self, self._answer):
+        with self._passing(_Pass()), _Families(self, self._answer):
             yield
+
+    @contextmanager
+    def _passing(self, new: _Pass) -> Iterator[None]:
+        """Begins a pass; a forward that takes a gradient itself is replayed in the middle of its own pass."""
+        outer, self._pass = self._pass, new
+        try:
+            yield
+        finally:
+            self._pass = outer
 
     def drop_unneeded(self, saved: int) -> None:
         """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not needed."""
-        self._calls = {key: call for key, call in self._calls.items() if call.saved_before < saved}
+        self._calls = {key: call for key, call in self._calls.items() if call.drop_unneeded(saved)}
         self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
 
     def selects(self, family: str) -> bool:
@@ -176,8 +192,8 @@ class Keeper:
     def _keep(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
         frame = self._pass.frame
         assert frame is not None
-        kept = _KeptCall(func, frame.saved)
-        with _KeepOps(kept, family):
+        kept = _KeptCall(func)
+        with _KeepOps(kept, family, frame):
             result = func(*args, **kwargs)
         kept.seal()
         self._calls[self._pass.next_key(family)] = kept
@@ -228,7 +244,7 @@ class Keeper:
 
     def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         kept = self._kept_modules.get(key)
-        if kept is not None and kept.intact:
+        if kept is not None and kept.intact and not self.differentiates:
             kept.rng.apply()
             return _torch.unflatten([output.fresh() for output in kept.outputs], kept.structure)
         # What it saves was kept all the same, so nothing of it is counted.
@@ -294,15 +310,16 @@ class _Pass:
 
 
 class _Families(TorchFunctionMode):
-    """Sends calls of selected families to `handle`."""
+    """Sends calls of selected families to `handle`, except those of a replay that began inside of it."""
 
     def __init__(self, keeper: Keeper, handle: Callable[[str, Any, Any, Any], Any]):
         super().__init__()
         self._keeper = keeper
         self._handle = handle
+        self._depth = depth.count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        family = family_of(func)
+        family = family_of(func) if depth.count == self._depth else None
         if family is None or not self._keeper.selects(family):
             return func(*args, **(kwargs or {}))
         return self._handle(family, func, args, kwargs or {})
@@ -360,14 +377,16 @@ class _Ordinals:
 class _KeepOps(TorchDispatchMode):
     """Keeps what the operations of one call compute."""
 
-    def __init__(self, kept: _KeptCall, family: str):
+    def __init__(self, kept: _KeptCall, family: str, frame: Recorder):
         super().__init__()
+        self._frame = frame
         self._kept = kept
         self._family = family
         self._ordinals = _Ordinals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        saved_before = self._frame.saved
         result = func(*args, **kwargs)
         key = self._ordinals.next(func)
         in_place = _is_in_place(func)
@@ -377,7 +396,7 @@ class _KeepOps(TorchDispatchMode):
             if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):
                 outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
                 rng = RngState.capture(_devices(tensors), TORCH_PARTS) if _draws(func) else None
-                self._kept.ops[key] = _KeptOp(outputs, in_place, rng)
+                self._kept.ops[key] = _KeptOp(outputs, in_place, rng, saved_before)
         return result
 
 
