@@ -24,10 +24,11 @@ TORCH_PARTS: frozenset[Part] = frozenset(("cpu", "devices"))
 _MERSENNE_BYTES = 624 * 4 + 4  # key and position
 
 
-class _Latest(threading.local):
-    """The state captured last in this thread, whose parts the next one shares."""
+class _Known(threading.local):
+    """What is known in this thread: the state captured last, whose parts the next one shares, and where numpy's is."""
 
-    state: RngState | None = None
+    latest: RngState | None = None
+    numpy: _NumpyState | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +47,15 @@ class RngState:
     def capture(cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS) -> RngState:
         """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked."""
         torch_too = not _torch.in_fake_mode()
-        latest = _latest.state or _NOTHING
+        latest = _known.latest or _NOTHING
         state = cls(
             cpu=_same(latest.cpu, _to_bytes(torch.get_rng_state())) if torch_too and "cpu" in parts else None,
             devices=_same(latest.devices, _device_states(devices)) if torch_too and "devices" in parts else None,
             python=_same(latest.python, random.getstate()) if "python" in parts else None,
-            numpy=_NumpyState.capture(latest.numpy) if "numpy" in parts else None,
+            numpy=_same(latest.numpy, _NumpyState.capture()) if "numpy" in parts else None,
         )
         if parts is ALL_PARTS:
-            _latest.state = state
+            _known.latest = state
         return state
 
     def apply(self) -> None:
@@ -75,7 +76,7 @@ class RngState:
 
 
 _NOTHING = RngState()
-_latest = _Latest()
+_known = _Known()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,9 @@ class _NumpyState:
     """numpy's legacy generator.
 
     Reading it through numpy takes longer than a small block's forward, so its memory is looked at first, by the address
-    that numpy publishes for that.
+    that numpy publishes for that. What memory doesn't show is a normal deviate put aside for the next draw. Where none was
+    put aside and memory is the same, nothing was drawn. (Whoever puts back by hand a state with a deviate, after drawing
+    just that one, isn't seen.)
 
     Attributes:
         memory: key and position as they lie in memory; None if it isn't a Mersenne twister.
@@ -94,31 +97,25 @@ class _NumpyState:
     state: Any
 
     @classmethod
-    def capture(cls, latest: _NumpyState | None) -> _NumpyState | None:
-        """The state now; `latest` itself if it is that. None if numpy's random module was never imported."""
+    def capture(cls) -> _NumpyState | None:
+        """The state now; None if numpy's random module was never imported."""
         module = sys.modules.get("numpy.random")
         if module is None:
             return None
         memory = _numpy_memory(module)
-        if latest is not None and latest._is_at(memory):
-            return latest
-        return cls(memory=memory, state=module.get_state())
+        known = _known.numpy
+        if known is None or memory is None or memory != known.memory or known.state[3]:
+            known = _known.numpy = cls(memory=memory, state=module.get_state())
+        return known
 
     def apply(self) -> None:
-        module = sys.modules["numpy.random"]
-        if not self._is_at(_numpy_memory(module)):
-            module.set_state(self.state)
-
-    def _is_at(self, memory: bytes | None) -> bool:
-        """Whether a generator with this memory is surely in this state.
-
-        A normal deviate put aside for the next draw isn't seen in memory. There is none if there was none and nothing
-        was drawn.
-        """
-        holds_deviate = self.state[3] != 0
-        return memory is not None and memory == self.memory and not holds_deviate
+        if self.capture() != self:
+            sys.modules["numpy.random"].set_state(self.state)
+            _known.numpy = self
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, _NumpyState) and _comparable(self.state) == _comparable(other.state)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
