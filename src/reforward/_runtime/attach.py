@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -311,13 +311,18 @@ def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
                 f"block {path!r} has a forward of its own on the instance ({what}), put there by another library or by hand;"
                 " take that off first, or attach before it is put on"
             )
-        for name, inner in module.named_modules():
-            if type(inner).__name__ == "CheckpointWrapper":
-                where = f"{path}.{name}" if name else path
-                raise AttachError(
-                    f"{where!r} is wrapped by {type(inner).__module__}.CheckpointWrapper, which recomputes it as well;"
-                    " unwrap it first"
-                )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "CheckpointWrapper":
+            _refuse_wrapper(_patterns.canonical(name), module, targets)
+
+
+def _refuse_wrapper(wrapped: str, wrapper: nn.Module, targets: Iterable[str]) -> None:
+    for path in targets:
+        if f"{path}.".startswith(f"{wrapped}.") or f"{wrapped}.".startswith(f"{path}."):
+            raise AttachError(
+                f"{wrapped!r} is wrapped by {type(wrapper).__module__}.CheckpointWrapper, which recomputes it as well;"
+                " unwrap it first"
+            )
 
 
 def _gradient_flows(given: list[Any], modules: list[nn.Module]) -> bool:

@@ -84,26 +84,46 @@ class _KeptOp:
 
 @dataclass
 class _KeptCall:
-    """One call of a selected function: its kept operations by name and ordinal."""
+    """One call of a selected function: its kept operations by name and ordinal.
+
+    Attributes:
+        returned: its results, as far as they share memory with what is kept.
+    """
 
     func: Any
     ops: dict[tuple[Any, int], _KeptOp] = field(default_factory=dict)
+    returned: list[_Output] = field(default_factory=list)
 
-    def seal(self) -> None:
-        """In-place operations of the same call (dropout's division of its mask) belong to the kept values."""
-        for op in self.ops.values():
-            for output in op.outputs:
-                if isinstance(output.value, torch.Tensor):
-                    output.version = _torch.version(output.value)
+    def seal(self, result: Any) -> None:
+        """To be called when the call has ended; `result` is what it returned.
+
+        In-place operations of the same call (dropout's division of its mask) belong to the kept values. Later ones are
+        counted by the tensors that the caller has, which may be reshaped (matmul of more than two dimensions) and then
+        don't share the operation's own count.
+        """
+        for output in self._made():
+            output.version = _torch.version(output.value)
+        storages = self._storages()
+        returned = [tensor for tensor in _torch.tensors_in(result) if _torch.storage_key(tensor) in storages]
+        self.returned = [_Output.of(tensor, torch.Tensor.detach) for tensor in returned]
 
     def drop_unneeded(self, saved: int) -> bool:
         """Whether any operation is left that computes before the last of so many saved tensors is saved."""
         self.ops = {key: op for key, op in self.ops.items() if op.saved_before < saved}
+        storages = self._storages()
+        self.returned = [output for output in self.returned if _torch.storage_key(output.value) in storages]
         return bool(self.ops)
 
     @property
     def intact(self) -> bool:
-        return all(output.intact for op in self.ops.values() for output in op.outputs)
+        return all(output.intact for output in [*self._made(), *self.returned])
+
+    def _made(self) -> Iterator[_Output]:
+        """The kept tensors."""
+        return (o for op in self.ops.values() for o in op.outputs if isinstance(o.value, torch.Tensor))
+
+    def _storages(self) -> set[int]:
+        return {_torch.storage_key(output.value) for output in self._made()}
 
 
 @dataclass
@@ -195,7 +215,7 @@ class Keeper:
         kept = _KeptCall(func)
         with _KeepOps(kept, family, frame):
             result = func(*args, **kwargs)
-        kept.seal()
+        kept.seal(result)
         self._calls[self._pass.next_key(family)] = kept
         return result
 

@@ -1,0 +1,183 @@
+"""Kept values: recognised where they are written, handed back in the replay, never wrong."""
+
+import itertools
+
+import models
+import pytest
+import same
+import torch
+import torch.nn.functional as F
+from test_replay import MATMULS, Block, Stack, Work, compare
+from test_run import one_backward
+from torch import nn
+
+import reforward as rf
+from reforward import Ops, Recompute
+
+FAMILIES = ("matmul", "attention", "conv", "norm", "elementwise", "random")
+
+
+class Everything(nn.Module):
+    """Uses every family, in functional form, as methods and as operators, in place and out of place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.bn, self.norm = nn.BatchNorm1d(4), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = F.dropout(h + self.attention(h, h, h, need_weights=False)[0], 0.3, self.training, inplace=True)
+        h = F.scaled_dot_product_attention(h, h * 2, h, dropout_p=0.2)
+        h = F.relu(self.bn(self.conv(h)), inplace=True)
+        h = F.dropout(h, 0.3, self.training)
+        h = (self.inlet(h) @ h.transpose(-2, -1)).softmax(-1) @ h
+        h = h.add_(torch.rand_like(h)).mul(1.5).sigmoid_()
+        h = h * torch.bernoulli(torch.full_like(h, 0.7)) + torch.empty_like(h).uniform_() * h
+        return x + self.outlet(torch.einsum("bth,bsh->bth", F.gelu(h), h))
+
+
+class Smooth(Everything):
+    """Without the fused attention, which has no second derivative on the CPU."""
+
+    def forward(self, x):
+        h = F.dropout(self.bn(self.conv(self.norm(x))), 0.3)
+        return x + self.outlet((self.inlet(h) @ h.transpose(-2, -1)).softmax(-1) @ torch.tanh(h))
+
+
+class Deep(nn.Module):
+    def __init__(self, block=Everything):
+        super().__init__()
+        self.layers = nn.ModuleList([block(), block()])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x[:, None] * self.scale + torch.arange(4.0)[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+SELECTIONS = [
+    *itertools.combinations(FAMILIES, 1),
+    *itertools.combinations(FAMILIES, 2),
+    FAMILIES,
+    ("*.attention",),
+    ("*.bn", "*.conv"),
+    ("*.inlet", "random"),
+    ("*.norm", "*.outlet", "matmul", "elementwise"),
+]
+
+
+@pytest.mark.parametrize("save", SELECTIONS, ids="+".join)
+def test_any_selection_is_exact(save):
+    compare(one_backward, {"layers[0:2]": Recompute(save=save)}, Deep)
+
+
+@pytest.mark.parametrize("save", [*itertools.combinations(FAMILIES, 1), ("*.attention", "random")], ids="+".join)
+def test_any_selection_can_be_differentiated_twice(save):
+    def work(model, x):
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        yield loss.detach()
+
+
+    compare(work, {"layers[0:2]": Recompute(save=save)}, lambda: Deep(Smooth))
+
+
+class Overwrites(Block):
+    """Overwrites what was kept, so it has to be computed again."""
+
+    def forward(self, x):
+        h = self.up(self.norm(x))
+        h.mul_(2)
+        return x + self.down(torch.tanh(h))
+
+
+@pytest.mark.parametrize("save", ["matmul", "*.up", ["*.norm", "*.up"]])
+def test_a_kept_value_that_is_overwritten_is_computed_again(save):
+    compare(one_backward, {"layers[0:2]": Recompute(save=save)}, lambda: Stack(Overwrites(), Overwrites()))
+
+
+class Gate(nn.Module):
+    """Tells its parent more than it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.penalty = self.linear(x).square().mean()
+        return x * torch.sigmoid(self.linear(x))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.gate(x)
+        return self.out(y) * self.gate.penalty
+
+
+def test_a_kept_submodule_that_sets_attributes_runs_again():
+    compare(one_backward, {"layers[0:2]": Recompute(save="*.gate")}, lambda: Stack(Gated(), Gated()))
+
+
+class OverwritingPart(nn.Module):
+    def forward(self, x):
+        torch.relu_(x)
+        return x.sum(-1, keepdim=True)
+
+
+class WithOverwritingPart(Block):
+    def __init__(self):
+        super().__init__()
+        self.part = OverwritingPart()
+
+    def forward(self, x):
+        h = self.up(x)
+        total = self.part(h)
+        return x + self.down(torch.tanh(h)) * total
+
+
+def test_a_kept_submodule_that_overwrites_its_input_runs_again():
+    compare(one_backward, {"layers[0:2]": Recompute(save="*.part")}, lambda: Stack(WithOverwritingPart(), Block()))
+
+
+def test_within_restricts_a_family_to_a_submodule():
+    model, loss = models.build("gpt")
+    rf.attach(model, {"layers[0:4]": Recompute(save=[Ops(family="matmul", within="*.mlp")])})
+    with Work() as work:
+        loss().backward()
+    assert work.of(*MATMULS) == 4 * 4  # qkv, scores, values, out
+
+
+def test_a_shared_submodule_called_twice_keeps_both_calls_apart():
+    class Twice(Block):
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(self.norm(x)))) + self.down(torch.sin(self.up(x * 2)))
+
+    for save in ("*.up", "matmul", [Ops(family="matmul", within="*.up")]):
+        compare(one_backward, {"layers[0:2]": Recompute(save=save)}, lambda: Stack(Twice(), Twice()))
+
+
+def test_a_call_of_another_function_at_the_same_place_is_refused():
+    class Wandering(Block):
+        def forward(self, x):
+            x = x.sinh() if rf.is_replaying() else x.cosh()
+            h = torch.mm(x, x.t()) if rf.is_replaying() else torch.matmul(x, x.t())
+            return super().forward(h @ x)
+
+    model = Stack(Wandering())
+    rf.attach(model, {"layers.0": Recompute(save="matmul")})
+    loss = model(torch.randn(4, 8)).sum()
+    with pytest.raises(rf.ReplayMismatchError, match=r"'layers\.0'.*'matmul'"):
+        loss.backward()
