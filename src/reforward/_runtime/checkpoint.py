@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _torch
 from reforward._errors import InputError, ReplayMismatchError
@@ -58,24 +59,25 @@ def checkpoint(
     if determinism_check not in ("default", "none"):
         raise InputError(f"determinism_check must be 'default' or 'none', not {determinism_check!r}")
     _check_policy(policy)
-    in_forward, in_replay = _contexts(context_fn)
-    modules = _modules_of(function)
+    if torch.compiler.is_compiling():
+        return _in_compiler(policy, context_fn, function, *args, **kwargs)
+    in_forward, in_replay = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     frame = current_frame()
     given = _torch.flatten((args, kwargs))[0]
+    modules = _modules_of(function, given)
     if isinstance(policy, Save) or isinstance(frame, Recorder) or not torch.is_grad_enabled() or _torch.in_transform():
         with in_forward:
             return function(*args, **kwargs)
     devices = tuple(dict.fromkeys(t.device for t in _tensors(given, modules) if t.device.type not in ("cpu", "meta")))
     name = getattr(function, "__qualname__", type(function).__name__)
-    if debug:
-        in_forward, in_replay = _traced(in_forward, in_replay)
+    record = _Record(in_forward, in_replay) if debug else None
     fence = Fence(ModuleState(name, modules, None), devices, given)
     call = Call(
         name, function, args, kwargs, previous=[], fence=fence, modules=modules,
-        contexts=(lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",
+        contexts=record.replay if record else (lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",
     )  # fmt: skip
     recording = Recording(Region(path=name, policy=policy), devices=devices)
-    with in_forward:
+    with record.forward() if record else in_forward:
         result = recording.forward(
             call, args, kwargs, Keeper.of(policy, name), frame if isinstance(frame, Filler) else None
         )
@@ -92,11 +94,22 @@ def _check_policy(policy: Policy) -> None:
             )
 
 
-def _contexts(context_fn: Callable[[], Contexts] | None) -> Contexts:
-    return context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+def _in_compiler(
+    policy: Policy,
+    context_fn: Callable[[], Contexts] | None,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Under torch.compile the call becomes torch's own region, which the compiler knows."""
+    if isinstance(policy, Save):
+        return function(*args, **kwargs)
+    if context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-class _OpNames(TorchDispatchMode):
+class _OpNames(_torch.TorchDispatchMode):
     """The names of the operations that run inside it."""
 
     def __init__(self):
@@ -108,33 +121,60 @@ class _OpNames(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _traced(in_forward: AbstractContextManager[Any], in_replay: AbstractContextManager[Any]) -> Contexts:
-    """The contexts with a record of the operations; an error in the replay then shows both records."""
-    first, again = _OpNames(), _OpNames()
+class _Record:
+    """Contexts with a record of the operations; an error in the replay then shows those of both passes.
+
+    Args:
+        in_forward, in_replay: the user's contexts.
+    """
+
+    def __init__(self, in_forward: AbstractContextManager[Any], in_replay: AbstractContextManager[Any]):
+        self._in_forward, self._in_replay = in_forward, in_replay
+        self._first = _OpNames()
 
     @contextmanager
-    def forward() -> Iterator[None]:
-        with in_forward, first:
+    def forward(self) -> Iterator[None]:
+        with self._in_forward, self._first:
             yield
 
     @contextmanager
-    def replay() -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
+        again = _OpNames()
         try:
-            with in_replay, again:
+            with self._in_replay, again:
                 yield
         except ReplayMismatchError as error:
-            records = f"\nforward: {' '.join(first.names)}\nreplay: {' '.join(again.names)}"
+            records = f"\nforward: {' '.join(self._first.names)}\nreplay: {' '.join(again.names)}"
             raise ReplayMismatchError(f"{error}{records}") from error
 
-    return forward(), replay()
+
+def _modules_of(function: Callable[..., Any], given: list[Any]) -> list[nn.Module]:
+    """The modules that a call may reach: the function itself, what it is bound to or closes over, its arguments, the
+    globals that it names; also inside partials and containers of these, and functions that it closes over."""
+    found: dict[nn.Module, None] = {}
+    queue, seen = [function, *given], set()
+    while queue:
+        item = queue.pop(0)
+        if isinstance(item, nn.Module):
+            found.update(dict.fromkeys(_torch.submodules(item)))
+        elif id(item) not in seen:
+            seen.add(id(item))
+            queue += _reached_from(item)
+    return list(found)
 
 
-def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    found = [owner] if isinstance(owner, nn.Module) else []
-    if not found and inspect.isfunction(function):
-        found = [cell.cell_contents for cell in function.__closure__ or () if isinstance(_content(cell), nn.Module)]
-    return list(dict.fromkeys(m for module in found for m in _torch.submodules(module)))
+def _reached_from(item: Any) -> list[Any]:
+    if inspect.isfunction(item):
+        named = [item.__globals__.get(name) for name in item.__code__.co_names]
+        held = [value for value in named if isinstance(value, (nn.Module, list, tuple, dict))]
+        return [*map(_content, item.__closure__ or ()), *(item.__defaults__ or ()), *held]
+    if inspect.ismethod(item):
+        return [item.__self__, item.__func__]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, dict):
+        return list(item.values())
+    return list(item) if isinstance(item, (list, tuple, set)) else []
 
 
 def _content(cell: Any) -> Any:
