@@ -142,7 +142,7 @@ class DefaultRun(NamedTuple):
 def default_step(
     *,
     seq_len: int = 256,
-    batch_size: int = 4,
+    batch_size: int = 6,
     dtype: str = "float32",
     optimizer: str = "adamw",
     seed: int = 0,

@@ -24,7 +24,7 @@ from reforward._step import Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SEQ_LEN, _BATCH_SIZE, _DTYPE, _OPTIMIZER = 256, 4, "float32", "adamw"
+_SEQ_LEN, _BATCH_SIZE, _DTYPE, _OPTIMIZER = 256, 6, "float32", "adamw"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 

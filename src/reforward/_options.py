@@ -14,7 +14,7 @@ class ModelOptions:
             Transformers directory or config.json. Without it: an embedded GPT of 50 million parameters, on
             embedded text.
         seq_len: tokens per sequence; 256 if the model's function doesn't say otherwise.
-        batch_size: sequences per batch; 4 if the model's function doesn't say otherwise.
+        batch_size: sequences per batch; 6 if the model's function doesn't say otherwise.
         dtype: `float32`, or `bfloat16` for autocast around the loss.
         optimizer: `adamw` or `sgd`; `adamw` unless the step brings its own.
         seed: of the weights, the random streams and the order of the text.
