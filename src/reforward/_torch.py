@@ -5,7 +5,7 @@ Everything here was checked on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,31 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
     Checked on 2.13.0: `torch.utils._pytree` is what torch.func, export and FSDP use; there is no public name for it.
     """
+    if type(tree) is torch.Tensor:  # the pytree takes longer than a small operation
+        return [tree], None
     return pytree.tree_flatten(tree)
 
 
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     """The inverse of `flatten`."""
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
+
+
+_PLAIN_LEAVES = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str})
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """`flatten` of a call's arguments, quick where none of them is a container."""
+    if _PLAIN_LEAVES.issuperset(map(type, args)) and _PLAIN_LEAVES.issuperset(map(type, kwargs.values())):
+        return [*args, *kwargs.values()], (len(args), tuple(kwargs))
+    return pytree.tree_flatten((args, kwargs))
+
+
+def unflatten_call(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse of `flatten_call`."""
+    if type(structure) is tuple:
+        count, names = structure
+        return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -75,25 +95,14 @@ def submodules(module: nn.Module) -> list[nn.Module]:
     return list(seen)
 
 
-def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the module holds itself, without its children's."""
-    return (p for p in module._parameters.values() if p is not None)
+def parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that the modules hold themselves, without their children's."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that the module holds itself, without its children's."""
     return {name: b for name, b in module._buffers.items() if b is not None} if module._buffers else {}
-
-
-def storages_of(modules: list[nn.Module]) -> set[int]:
-    """Keys (as `storage_key`) of the memory of all parameters and buffers of the modules; children aren't looked at."""
-    return {
-        tensor.untyped_storage()._cdata
-        for module in modules
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    }
 
 
 def in_fake_mode() -> bool:
@@ -190,16 +199,16 @@ def returns_numbers(func: Any) -> bool:
 # --- used by _runtime -------------------------------------------------------------------------------------------------
 
 
-def live_parameters(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dict in which the module keeps its own parameters, for reading and exchanging them.
+def live_state(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts in which the module keeps attributes, parameters and buffers, for reading and exchanging them.
 
-    Checked on 2.13.0: `torch.func.functional_call` exchanges them here.
+    Checked on 2.13.0: `torch.func.functional_call` exchanges parameters and buffers here.
     """
-    return module._parameters  # pyright: ignore[reportReturnType]
+    return [module.__dict__, *[d for d in (module._parameters, module._buffers) if d]]
 
 
-def live_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dict in which the module keeps its own buffers."""
+def live_buffers(module: nn.Module) -> dict[str, Any]:
+    """The dict in which the module keeps its buffers."""
     return module._buffers
 
 

@@ -6,14 +6,13 @@ import io
 import pickle
 import warnings
 
-import models
 import pytest
 import same
 import torch
 from test_replay import Block, Stack, stack
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import models
 import reforward as rf
 
 PLAN = {"layers.0": rf.Recompute(save="*.up"), "layers[1:3]": rf.Recompute()}
@@ -80,7 +79,11 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "save": saved_and_loaded}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": saved_and_loaded,
+}
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)

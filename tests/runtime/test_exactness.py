@@ -2,10 +2,10 @@
 
 from functools import cache
 
-import models
 import pytest
 import same
 
+import models
 import reforward as rf
 from reforward import Modules, Ops, Recompute, Region, Run, Save
 

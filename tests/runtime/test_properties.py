@@ -11,7 +11,19 @@ from torch import nn
 import reforward as rf
 
 WIDTH, ROWS = 4, 3
-KINDS = ("linear", "dropout", "batchnorm", "inplace", "branch", "shared", "skip", "outputs", "attention", "stateful", "cell")
+KINDS = (
+    "linear",
+    "dropout",
+    "batchnorm",
+    "inplace",
+    "branch",
+    "shared",
+    "skip",
+    "outputs",
+    "attention",
+    "stateful",
+    "cell",
+)
 
 
 class Part(nn.Module):
@@ -127,7 +139,9 @@ SELECTORS = st.sampled_from(
     ["matmul", "attention", "norm", "elementwise", "random", "*.parts.0", "*.a", rf.Ops(family="matmul", within="*.b")]
 )
 POLICIES = st.one_of(
-    st.just(rf.Save()), st.just(rf.Recompute()), st.lists(SELECTORS, min_size=1, max_size=2).map(lambda s: rf.Recompute(save=s))
+    st.just(rf.Save()),
+    st.just(rf.Recompute()),
+    st.lists(SELECTORS, min_size=1, max_size=2).map(lambda s: rf.Recompute(save=s)),
 )
 
 
@@ -149,11 +163,21 @@ def plans(draw, blocks):
         return found
 
     whole = nodes([f"layers.{i}" for i in range(len(blocks))], depth=2)
-    named = {s.pattern for n in rf.Plan(nodes=tuple(whole)).regions() for s in getattr(n.policy, "save", ()) if isinstance(s, rf.Modules)}
+    named = {
+        s.pattern
+        for n in rf.Plan(nodes=tuple(whole)).regions()
+        for s in getattr(n.policy, "save", ())
+        if isinstance(s, rf.Modules)
+    }
     inner = []
     if "*.parts.0" not in named:
         for i in draw(st.lists(st.integers(0, len(blocks) - 1), max_size=2, unique=True)):
-            inner.append(rf.Region(path=f"layers.{i}.parts.0", policy=draw(st.sampled_from([rf.Recompute(), rf.Recompute(save="norm")]))))
+            inner.append(
+                rf.Region(
+                    path=f"layers.{i}.parts.0",
+                    policy=draw(st.sampled_from([rf.Recompute(), rf.Recompute(save="norm")])),
+                )
+            )
     return rf.Plan(nodes=(*whole, *inner))
 
 

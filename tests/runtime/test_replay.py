@@ -3,7 +3,6 @@
 import gc
 import weakref
 
-import models
 import pytest
 import same
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import models
 import reforward as rf
 from reforward._measure.tracker import StorageTracker
 

@@ -2,15 +2,14 @@
 
 import itertools
 
-import models
 import pytest
-import same
 import torch
 import torch.nn.functional as F
 from test_replay import MATMULS, Block, Stack, Work, compare
 from test_run import one_backward
 from torch import nn
 
+import models
 import reforward as rf
 from reforward import Ops, Recompute
 
@@ -85,7 +84,6 @@ def test_any_selection_can_be_differentiated_twice(save):
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
         yield loss.detach()
-
 
     compare(work, {"layers[0:2]": Recompute(save=save)}, lambda: Deep(Smooth))
 

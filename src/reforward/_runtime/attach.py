@@ -24,9 +24,10 @@ from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.fence import Fence
 from reforward._runtime.module_state import ModuleState, Writes
-from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
+from reforward._runtime.replay import Call, Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
+from reforward._runtime.streams import accelerators
 from reforward._techniques import resolve_plan
 
 
@@ -98,20 +99,21 @@ class RegionForward(_Forward):
         if torch.compiler.is_compiling():
             return self._in_compiler(*args, **kwargs)
         frame = current_frame()
-        if isinstance(frame, Recorder) or not self._applies():  # an outer region keeps its own input, no more
+        if not is_open_to_regions(frame) or not self._applies():
             return self.plain(*args, **kwargs)
-        given = _torch.flatten((args, kwargs))[0]
+        given, structure = _torch.flatten_call(args, kwargs)
         modules = _torch.submodules(self.module)
-        if not _gradient_flows(given, modules):
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
+        if not any(tensor.requires_grad for tensor in tensors):
             return self.plain(*args, **kwargs)
         run = self._open_run(given)
-        devices = _accelerators(given, modules)
+        devices = accelerators(tensors)
         fence = Fence(ModuleState(self.path, modules, self._writes), devices, given)
         previous = run.outputs() if run is not None else []
-        call = Call(self.path, self.plain, args, kwargs, previous=previous, fence=fence, modules=modules)
+        call = Call(self.path, self.plain, given, structure, previous=previous, fence=fence, modules=modules)
         recording = run.recording if run is not None else Recording(self.node, start=self._start(), devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
-        result = recording.forward(call, args, kwargs, keeper, frame if isinstance(frame, Filler) else None)
+        result = recording.forward(call, args, kwargs, keeper, frame)
         call.check_unchanged()
         self._writes = self._writes or set()
         fence.seal(self._writes)
@@ -325,15 +327,5 @@ def _refuse_wrapper(wrapped: str, wrapper: nn.Module, targets: Iterable[str]) ->
             )
 
 
-def _gradient_flows(given: list[Any], modules: list[nn.Module]) -> bool:
-    return _wants_gradient(given) or any(p.requires_grad for module in modules for p in _torch.own_parameters(module))
-
-
 def _wants_gradient(given: list[Any]) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
-
-
-def _accelerators(given: list[Any], modules: list[nn.Module]) -> tuple[torch.device, ...]:
-    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-    tensors += [p for module in modules for p in _torch.own_parameters(module)]
-    return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))

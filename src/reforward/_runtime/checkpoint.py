@@ -18,8 +18,9 @@ from reforward._plan import Region
 from reforward._policy import Modules, Ops, Policy, Recompute, Save
 from reforward._runtime.fence import Fence
 from reforward._runtime.module_state import ModuleState
-from reforward._runtime.replay import Call, Filler, Recorder, Recording, current_frame
+from reforward._runtime.replay import Call, Recording, current_frame, is_open_to_regions
 from reforward._runtime.selective import Keeper
+from reforward._runtime.streams import accelerators
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -63,24 +64,27 @@ def checkpoint(
         return _in_compiler(policy, context_fn, function, *args, **kwargs)
     in_forward, in_replay = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     frame = current_frame()
-    given = _torch.flatten((args, kwargs))[0]
+    given, structure = _torch.flatten_call(args, kwargs)
     modules = _modules_of(function, given)
-    if isinstance(policy, Save) or isinstance(frame, Recorder) or not torch.is_grad_enabled() or _torch.in_transform():
+    if (
+        isinstance(policy, Save)
+        or not is_open_to_regions(frame)
+        or not torch.is_grad_enabled()
+        or _torch.in_transform()
+    ):
         with in_forward:
             return function(*args, **kwargs)
-    devices = tuple(dict.fromkeys(t.device for t in _tensors(given, modules) if t.device.type not in ("cpu", "meta")))
+    devices = accelerators([leaf for leaf in given if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules))
     name = getattr(function, "__qualname__", type(function).__name__)
     record = _Record(in_forward, in_replay) if debug else None
     fence = Fence(ModuleState(name, modules, None), devices, given)
     call = Call(
-        name, function, args, kwargs, previous=[], fence=fence, modules=modules,
+        name, function, given, structure, previous=[], fence=fence, modules=modules,
         contexts=record.replay if record else (lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",
     )  # fmt: skip
     recording = Recording(Region(path=name, policy=policy), devices=devices)
     with record.forward() if record else in_forward:
-        result = recording.forward(
-            call, args, kwargs, Keeper.of(policy, name), frame if isinstance(frame, Filler) else None
-        )
+        result = recording.forward(call, args, kwargs, Keeper.of(policy, name), frame)
     call.check_unchanged()
     fence.seal(set())
     return result
@@ -182,8 +186,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # an empty cell: the variable isn't bound yet
         return None
-
-
-def _tensors(given: list[Any], modules: list[nn.Module]) -> list[torch.Tensor]:
-    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-    return tensors + [p for module in modules for p in _torch.own_parameters(module)]

@@ -7,7 +7,7 @@ and, when left, to where it was on entry.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +34,19 @@ class Ambient:
             attention=_attention_backends(),
         )
 
-    def enter(self, stack: ExitStack) -> None:
-        """Enters, on the stack, what isn't so already."""
+    def applied(self) -> AbstractContextManager[Any]:
+        """A context with these settings."""
+        if self == self.capture(tuple([device for device, *_ in self.autocast])):
+            return _NO_CONTEXT
+        stack = ExitStack()
         for device, enabled, dtype in self.autocast:
-            if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != (enabled, dtype):
-                stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
-        if self.attention != _attention_backends():
-            allowed = [backend for backend, on in zip(_BACKENDS, self.attention, strict=True) if on]
-            stack.enter_context(sdpa_kernel(allowed))
+            stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
+        allowed = [backend for backend, on in zip(_BACKENDS, self.attention, strict=True) if on]
+        stack.enter_context(sdpa_kernel(allowed))
+        return stack
 
 
+_NO_CONTEXT = nullcontext()
 _BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -80,6 +83,11 @@ class Fence:
         self._streams = OwnStream.among([leaf for leaf in given if not isinstance(leaf, torch.Tensor)])
         self._state = state
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters and buffers of the modules, as they are in place now."""
+        return self._state.tensors
+
     def seal(self, writes: Writes) -> None:
         """To be called when the forward has ended."""
         self._state.seal(writes)
@@ -93,13 +101,13 @@ class Fence:
         """
         self._rng.apply()
         streams = [stream.now() for stream in self._streams]
-        with ExitStack() as stack:
-            self._ambient.enter(stack)
-            stack.enter_context(self._state.rewound())
+        with self._ambient.applied():
+            undo = self._state.rewind()
             try:
                 for stream in self._streams:
                     stream.apply()
                 yield
             finally:
+                undo()
                 for stream in streams:
                     stream.apply()

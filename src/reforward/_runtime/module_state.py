@@ -1,6 +1,6 @@
 """What a forward may write to its modules: attributes, containers held by them, buffers, tensors held as attributes.
 
-A `ModuleState` is taken before a forward and sealed after it. `rewound` then shows a replay the modules as that forward
+A `ModuleState` is taken before a forward and sealed after it. `rewind` then shows a replay the modules as that forward
 found them, also if they were changed since by other code (`model.eval()` before backward, weights swapped by
 `torch.func.functional_call`), and puts everything back when the replay has ended.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -79,31 +78,25 @@ class ModuleState:
         modules: the block's modules, each once.
         writes: what earlier forwards of the block wrote; None at the first call, when everything is copied because
             nothing is known yet.
+
+    Attributes:
+        tensors: parameters, buffers and tensors held as attributes, as they are in place: during a replay, copies stand
+            for those that it may write.
     """
 
     def __init__(self, name: str, modules: list[nn.Module], writes: Writes | None):
         self._name = name
-        self._attributes = [(m, dict(m.__dict__)) for m in modules]
-        self._parameters = [
-            (home, key, p, _torch.version(p))
-            for m in modules
-            if (home := _torch.live_parameters(m))
-            for key, p in home.items()
-            if p is not None
-        ]
-        self._tensors = [
-            _HeldTensor(home, (i, key), b, writes)
-            for i, m in enumerate(modules)
-            if (home := _torch.live_buffers(m))
-            for key, b in home.items()
-            if b is not None
-        ]
+        self._homes = [(home, home.copy()) for module in modules for home in _torch.live_state(module)]
+        self._parameters = [(p, _torch.version(p)) for p in _torch.parameters_of(modules)]
+        self._held: list[_HeldTensor] = []
         self._containers: list[tuple[dict[str, Any], str, int]] = []
         self._contents: dict[int, Any] = {}
-        own_streams = []
-        for i, (module, attributes) in enumerate(self._attributes):
-            for key in attributes.keys() - _MODULE_ATTRIBUTES:
-                value = attributes[key]
+        generators = []
+        for index, module in enumerate(modules):
+            for key, buffer in _torch.own_buffers(module).items():
+                self._held.append(_HeldTensor(_torch.live_buffers(module), (index, key), buffer, writes))
+            for key in module.__dict__.keys() - _MODULE_ATTRIBUTES:
+                value = module.__dict__[key]
                 kind = type(value)
                 if kind in _IMMUTABLE:
                     continue
@@ -111,10 +104,11 @@ class ModuleState:
                     self._containers.append((module.__dict__, key, id(value)))
                     self._contents.setdefault(id(value), copy.copy(value))
                 elif isinstance(value, torch.Tensor):
-                    self._tensors.append(_HeldTensor(module.__dict__, (i, key), value, writes))
+                    self._held.append(_HeldTensor(module.__dict__, (index, key), value, writes))
                 else:
-                    own_streams.append(value)
-        self._streams = OwnStream.among(own_streams)
+                    generators.append(value)
+        self._streams = OwnStream.among(generators)
+        self.tensors: list[torch.Tensor] = [p for p, _ in self._parameters] + [held.tensor for held in self._held]
 
     def seal(self, writes: Writes) -> None:
         """To be called when the forward has ended. Drops copies that aren't needed, adds what was written to `writes`.
@@ -122,7 +116,7 @@ class ModuleState:
         Raises:
             ReplayError: a large buffer was written that no earlier forward wrote, so its value before is lost.
         """
-        for held in self._tensors:
+        for held in self._held:
             if not held.written():
                 held.copy = None
                 continue
@@ -134,67 +128,62 @@ class ModuleState:
                     " the whole step before training, or leave this block out of the plan"
                 )
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """The modules as the forward found them; on exit as they are now.
+    def rewind(self) -> Callable[[], None]:
+        """Puts the modules as the forward found them; the function that is returned puts them as they are now.
 
         Raises:
             MutationError: a parameter or buffer was written in place since.
         """
         self._check_unchanged()
-        attributes = [(module, dict(module.__dict__)) for module, _ in self._attributes]
-        homes = [(home, dict(home)) for home in self._homes()]
-        streams = [stream.now() for stream in self._streams]
-        try:
-            shown = self._show()
-            yield
-            del shown
-        finally:
-            for module, now in attributes:
-                _restore(module.__dict__, now)
-            for home, now in homes:
-                _restore(home, now)
+        now = [(home, home.copy()) for home, _ in self._homes]
+        tensors, streams = self.tensors, [stream.now() for stream in self._streams]
+
+        def undo() -> None:
+            for home, contents in now:
+                _restore(home, contents)
             for stream in streams:
                 stream.apply()
+            self.tensors = tensors
 
-    def _homes(self) -> list[dict[str, Any]]:
-        """The parameter and buffer dicts, each once."""
-        found = {id(home): home for home, *_ in self._parameters}
-        found.update((id(held.home), held.home) for held in self._tensors)
-        return list(found.values())
+        try:
+            self._show()
+        except BaseException:
+            undo()
+            raise
+        return undo
 
-    def _show(self) -> list[torch.Tensor]:
-        """Puts everything as it was; returns what the replay may overwrite, to be kept alive during it.
-
-        If such a tensor were freed in the replay, another could take its address and be taken for it.
-        """
-        for module, before in self._attributes:
-            _restore(module.__dict__, before)
-        for home, key, parameter, _ in self._parameters:
-            home[key] = parameter
+    def _show(self) -> None:
+        for home, before in self._homes:
+            _restore(home, before)
         contents = {key: copy.copy(content) for key, content in self._contents.items()}
         for home, key, content in self._containers:
             home[key] = contents[content]
         for stream in self._streams:
             stream.apply()
-        shown = [held.shown() for held in self._tensors]
-        for held, tensor in zip(self._tensors, shown, strict=True):
-            held.home[held.name] = tensor
-        return shown
+        if self._held:
+            # Kept alive by this list: if a copy were freed in the replay, another tensor could take its address and be
+            # taken for it.
+            shown = [held.shown() for held in self._held]
+            for held, tensor in zip(self._held, shown, strict=True):
+                held.home[held.name] = tensor
+            self.tensors = [p for p, _ in self._parameters] + shown
 
     def _check_unchanged(self) -> None:
-        for _, key, parameter, version in self._parameters:
+        for parameter, version in self._parameters:
             if _torch.version(parameter) != version:
-                raise self._mutated("parameter", key, parameter)
-        for held in self._tensors:
+                raise self._mutated("parameter", self._name_of(parameter), parameter)
+        for held in self._held:
             if held.copy is None and _torch.version(held.tensor) != held.version:
                 raise self._mutated("buffer", held.name, held.tensor)
 
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        return next(key for _, before in self._homes for key, value in before.items() if value is tensor)
+
     def _mutated(self, kind: str, key: str, tensor: torch.Tensor) -> MutationError:
         return MutationError(
-            f"block {self._name!r}: its {kind} {key!r} of shape {tuple(tensor.shape)} ({tensor.dtype}) was changed in place"
-            " between forward and backward, so the block can't be computed again as it was; run backward before changing"
-            " it (optimizer step, clipping of weights), or leave this block out of the plan"
+            f"block {self._name!r}: its {kind} {key!r} of shape {tuple(tensor.shape)} ({tensor.dtype}) was changed in"
+            " place between forward and backward, so the block can't be computed again as it was; run backward before"
+            " changing it (optimizer step, clipping of weights), or leave this block out of the plan"
         )
 
 
@@ -204,8 +193,8 @@ def _same_values(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
 
 def changed(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The names whose values aren't the same objects."""
-    if wanted.keys() == now.keys() and all(map(is_, wanted.values(), now.values())):  # the common case, at C's speed
-        return []
+    if len(wanted) == len(now) and all(map(is_, wanted, now)) and all(map(is_, wanted.values(), now.values())):
+        return []  # the common case, at C's speed
     return [key for key in {**wanted, **now} if wanted.get(key, _MISSING) is not now.get(key, _MISSING)]
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeGuard
 
 import torch
 
@@ -39,11 +39,23 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_NO_CONTEXT = nullcontext()
 
 
 def current_frame() -> Recorder | Filler | None:
     """What deals with the tensors saved by the block call that runs now; None outside of regions."""
     return _local.frame
+
+
+def is_open_to_regions(frame: Recorder | Filler | None) -> TypeGuard[Filler | None]:
+    """Whether a region that begins now acts as one.
+
+    In the forward of an outer region it doesn't: that one keeps its own input, and no more. In its replay it does, and
+    nests, unless the outer region keeps whole submodules, whose saved tensors neither of the two would count alike.
+    """
+    return frame is None or (
+        isinstance(frame, Filler) and not (frame.keeper is not None and frame.keeper.keeps_modules)
+    )
 
 
 class Holder:
@@ -106,6 +118,10 @@ def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
     return held.get() if isinstance(held, Holder) else held
 
 
+# A holder, and the shape and type of the tensor that it stands for.
+_Slot = tuple[weakref.ref[Holder], torch.Size, torch.dtype]
+
+
 class _Previous:
     """Stands for a leaf of the output of the call before."""
 
@@ -139,7 +155,8 @@ class Call:
     Args:
         name: the block, for messages.
         function: what to call; never a region itself.
-        args, kwargs: of the call. Containers are taken apart, so that a block that changes its list or dict doesn't matter.
+        given, structure: the arguments as `_torch.flatten_call` gives them. Containers are taken apart, so that a block
+            that changes its list or dict doesn't matter.
         previous: leaves of the output of the call before, if this one belongs to the same run.
         fence: the world before the call.
         modules: the block's modules, each once; the first is the block itself.
@@ -154,8 +171,8 @@ class Call:
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: list[Any],
+        structure: Any,
         *,
         previous: list[Any],
         fence: Fence,
@@ -171,7 +188,7 @@ class Call:
         self.contexts = contexts
         self.early_stop = early_stop
         self.check = check
-        given, self._structure = _torch.flatten((args, kwargs))
+        self._structure = structure
         positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
         self._leaves = [
             leaf
@@ -195,7 +212,7 @@ class Call:
             elif isinstance(leaf, _Previous):  # not cut off: the block may overwrite it, as it did in forward
                 leaf = previous[leaf.index]
             fresh.append(leaf)
-        return _torch.unflatten(fresh, self._structure)
+        return _torch.unflatten_call(fresh, self._structure)
 
     def _fresh(self, kept: _Kept) -> torch.Tensor:
         if not kept.intact:
@@ -234,9 +251,8 @@ class Call:
 
     def held_storages(self) -> set[int]:
         """Storages that live whether or not this call is recorded, or that the recording holds anyway."""
-        keys = _torch.storages_of(self.modules)
-        keys.update(_torch.storage_key(leaf.tensor) for leaf in self._leaves if isinstance(leaf, _Kept))
-        return keys
+        held = [*self.fence.tensors, *[leaf.tensor for leaf in self._leaves if isinstance(leaf, _Kept)]]
+        return set(map(_torch.storage_key, held))
 
 
 class Recording:
@@ -254,7 +270,7 @@ class Recording:
         self.calls: list[Call] = []
         self._devices = devices
         self._entry: list[_Kept | None] = []  # of a recording made in a replay: what its first call was given
-        self._slots: list[list[tuple[weakref.ref[Holder], torch.Size, torch.dtype]]] = []
+        self._slots: list[list[_Slot]] = []
         self._keepers: list[Keeper | None] = []
 
     def forward(
@@ -271,8 +287,15 @@ class Recording:
             keeper: keeps what the call's policy selects.
             sink: the frame of an outer region's replay, if the call is made in one.
         """
-        with self._recorder(call, keeper, sink=sink):
-            return call.function(*args, **kwargs)
+        slots: list[_Slot] = []
+        self.calls.append(call)
+        self._slots.append(slots)
+        self._keepers.append(keeper)
+        recorder = Recorder(self, call, slots, keeper, sink, self._entry_storages(len(self.calls) - 1))
+        result = recorder.run(args, kwargs)
+        if keeper is not None:
+            keeper.drop_unneeded(len(slots))
+        return result
 
     def forward_again(self, call: Call, previous: list[Any], keeper: Keeper | None, sink: Filler) -> Any:
         """Runs a call in the replay of an outer recording, whose holders then stand before this one's."""
@@ -281,19 +304,7 @@ class Recording:
         args, kwargs = call.arguments(previous)
         with call.fence.rewound():
             sink.look()
-            with self._recorder(call, keeper, sink=sink):
-                return call.function(*args, **kwargs)
-
-    @contextmanager
-    def _recorder(self, call: Call, keeper: Keeper | None, sink: Filler | None) -> Iterator[None]:
-        self.calls.append(call)
-        self._slots.append([])
-        self._keepers.append(keeper)
-        recorder = Recorder(self, call, self._slots[-1], keeper, sink, self._entry_storages(len(self.calls) - 1))
-        with recorder.active():
-            yield
-        if keeper is not None:
-            keeper.drop_unneeded(len(self._slots[-1]))
+            return self.forward(call, args, kwargs, keeper, sink)
 
     def _entry_storages(self, index: int) -> set[int]:
         """Storages that the recording holds for its first call beside the call's own."""
@@ -307,7 +318,7 @@ class Recording:
         stop = self._last_needed()
         if stop is None:
             return
-        now = RngState.capture(self._devices)
+        now = RngState.capture(self._devices, share=False)
         depth.count += 1
         try:
             with torch.enable_grad():
@@ -350,15 +361,12 @@ class Recording:
                 index += 1
 
     def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
-        with ExitStack() as stack:
-            if call.contexts is not None:
-                stack.enter_context(call.contexts())
+        with call.contexts() if call.contexts is not None else _NO_CONTEXT:
             if nested is not None:
-                return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next()), filler)
+                return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next(), call.name), filler)
             args, kwargs = call.arguments(previous)
-            stack.enter_context(call.fence.rewound())
-            stack.enter_context(filler.active())
-            return call.function(*args, **kwargs)
+            with call.fence.rewound():
+                return filler.run(args, kwargs)
 
     def policy_of_next(self) -> Any:
         """The policy under which the next call is recorded: a leaf's own; inside a run nothing but the input is kept."""
@@ -422,18 +430,20 @@ class _Frame:
         """Whether the tensor's memory lives anyway, so that it needn't be replaced."""
         return _torch.storage_key(tensor) in self._held
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """While active, this frame deals with all that is saved in this thread."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call; meanwhile this frame deals with all that is saved in this thread."""
         outer, _local.frame = _local.frame, self  # pyright: ignore[reportAttributeAccessIssue]
         self.look()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self.selection():
-                yield
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+                if self.keeper is None:
+                    return self.call.function(*args, **kwargs)
+                with self.selection(self.keeper):
+                    return self.call.function(*args, **kwargs)
         finally:
             _local.frame = outer
 
-    def selection(self) -> AbstractContextManager[Any]:
+    def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
         """The context in which selected values are kept or answered."""
         raise NotImplementedError
 
@@ -482,8 +492,8 @@ class Recorder(_Frame):
         """How many tensors were replaced so far."""
         return len(self._slots)
 
-    def selection(self) -> AbstractContextManager[Any]:
-        return self.keeper.keeping(self) if self.keeper is not None else ExitStack()
+    def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
+        return keeper.keeping(self)
 
 
 class Filler(_Frame):
@@ -548,5 +558,5 @@ class Filler(_Frame):
             " plan"
         )
 
-    def selection(self) -> AbstractContextManager[Any]:
-        return self.keeper.answering() if self.keeper is not None else ExitStack()
+    def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
+        return keeper.answering()

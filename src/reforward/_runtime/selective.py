@@ -26,7 +26,7 @@ from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.depth import depth
 from reforward._runtime.families import family_of
 from reforward._runtime.module_state import changed
-from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState
+from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState, accelerators
 
 if TYPE_CHECKING:
     from reforward._runtime.replay import Recorder
@@ -192,6 +192,11 @@ class Keeper:
         finally:
             self._pass = outer
 
+    @property
+    def keeps_modules(self) -> bool:
+        """Whether whole submodules are kept."""
+        return bool(self._modules)
+
     def drop_unneeded(self, saved: int) -> None:
         """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not needed."""
         self._calls = {key: call for key, call in self._calls.items() if call.drop_unneeded(saved)}
@@ -252,7 +257,7 @@ class Keeper:
         assert frame is not None
         saved_before = frame.saved
         inputs = _torch.tensors_in((args, kwargs))
-        devices = _devices(inputs)
+        devices = accelerators(inputs)
         before, watch = RngState.capture(devices), _SideEffects(module, inputs)
         with torch.autograd.graph.saved_tensors_hooks(frame.pack_kept, lambda holder: holder.get()):
             result = function(*args, **kwargs)
@@ -415,7 +420,7 @@ class _KeepOps(TorchDispatchMode):
             tensors = _torch.tensors_in(result)
             if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):
                 outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
-                rng = RngState.capture(_devices(tensors), TORCH_PARTS) if _draws(func) else None
+                rng = RngState.capture(accelerators(tensors), TORCH_PARTS) if _draws(func) else None
                 self._kept.ops[key] = _KeptOp(outputs, in_place, rng, saved_before)
         return result
 
@@ -449,10 +454,6 @@ class _AnswerOps(TorchDispatchMode):
             _torch.alias_below_autograd(o.value) if isinstance(o.value, torch.Tensor) else o.value for o in op.outputs
         ]
         return values[0] if len(values) == 1 else tuple(values)
-
-
-def _devices(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
-    return tuple({t.device for t in tensors if t.device.type not in ("cpu", "meta")})
 
 
 def _name(func: Any) -> str:

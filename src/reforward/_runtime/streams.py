@@ -44,17 +44,23 @@ class RngState:
     numpy: _NumpyState | None = None
 
     @classmethod
-    def capture(cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS) -> RngState:
-        """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked."""
+    def capture(
+        cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS, *, share: bool = True
+    ) -> RngState:
+        """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked.
+
+        Args:
+            share: whether parts that are as they were at the last capture are stored once; it takes time to compare them.
+        """
         torch_too = not _torch.in_fake_mode()
-        latest = _known.latest or _NOTHING
+        latest = (_known.latest if share else None) or _NOTHING
         state = cls(
             cpu=_same(latest.cpu, _to_bytes(torch.get_rng_state())) if torch_too and "cpu" in parts else None,
             devices=_same(latest.devices, _device_states(devices)) if torch_too and "devices" in parts else None,
             python=_same(latest.python, random.getstate()) if "python" in parts else None,
             numpy=_same(latest.numpy, _NumpyState.capture()) if "numpy" in parts else None,
         )
-        if parts is ALL_PARTS:
+        if share and parts is ALL_PARTS:
             _known.latest = state
         return state
 
@@ -134,7 +140,12 @@ def _comparable(state: Any) -> Any:
 
 
 def _same(earlier: Any, now: Any) -> Any:
-    return earlier if earlier == now else now
+    return earlier if earlier is not None and earlier == now else now
+
+
+def accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
+    """The devices of some tensors that have random streams of their own."""
+    return tuple([d for d in dict.fromkeys([t.device for t in tensors]) if d.type not in ("cpu", "meta")])
 
 
 def _device_states(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, bytes], ...]:
