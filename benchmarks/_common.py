@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,6 +35,9 @@ from reforward._solve import Planner
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import models
 
+# The profiler of torch 2.13 writes a line at each start and stop otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
 Run = Callable[[], object]
 # The planner adds up blocks, the dry run sees the whole step: so often the budget is lowered by what was exceeded.
 _ROUNDS = 6
@@ -48,14 +52,13 @@ class Seconds:
 
 
 def interleaved(runs: Mapping[str, Run], rounds: int) -> dict[str, Seconds]:
-    """CPU seconds of each run; one of each per round, after one round that isn't counted."""
+    """CPU seconds of each run, one of each per round. Each must have run before: what is made once isn't timed."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for name, run in runs.items():
             begin = time.process_time()
             run()
-            if number > 0:
-                taken[name].append(time.process_time() - begin)
+            taken[name].append(time.process_time() - begin)
     return {name: Seconds(minimum=min(each), median=statistics.median(each)) for name, each in taken.items()}
 
 
@@ -109,7 +112,9 @@ class GPT(models.GPT):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.drop(self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device)))
-        return self.head(self.norm(one_by_one(self.layers, x) if self.through is None else self.through(self.layers, x)))
+        return self.head(
+            self.norm(one_by_one(self.layers, x) if self.through is None else self.through(self.layers, x))
+        )
 
 
 def one_by_one(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -159,6 +164,17 @@ class Bench:
         model = self._sharing_parameters()
         rf.attach(model, what)
         return lambda: self.step(model)
+
+    def peak_above_parameters(self, run: Run) -> int:
+        """The allocator's peak of a step, on top of the parameters."""
+        self.model.zero_grad(set_to_none=True)
+        return allocated_peak(run)
+
+    def block_flops(self) -> int:
+        """Floating-point operations of the forward of all blocks."""
+        x = torch.randn(*self.ids[:, :-1].shape, self.model.embedding.embedding_dim)
+        with torch.no_grad():
+            return counted_flops(lambda: one_by_one(self.model.layers, x))
 
     def _sharing_parameters(self) -> GPT:
         memo = {id(parameter): parameter for parameter in self.model.parameters()}

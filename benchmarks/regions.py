@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from _common import Run, arguments, interleaved, show, write_json
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import reforward as rf
+from _common import Run, arguments, interleaved, show, write_json
 
 WIDTH = 8
 
@@ -95,6 +95,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     runs = contenders(Stack(options.blocks))
+    for run in runs.values():
+        run()
     seconds = interleaved(runs, options.rounds)
     plain, reference = seconds.pop("plain"), seconds["torch checkpoint"]
     rows = [

@@ -17,20 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from _common import (
-    Bench,
-    Held,
-    Run,
-    Seconds,
-    Workbench,
-    allocated_peak,
-    arguments,
-    counted_flops,
-    interleaved,
-    one_by_one,
-    show,
-    write_json,
-)
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -40,6 +26,19 @@ from torch.utils.checkpoint import (
 )
 
 import reforward as rf
+from _common import (
+    Bench,
+    Held,
+    Run,
+    Seconds,
+    Workbench,
+    arguments,
+    counted_flops,
+    interleaved,
+    one_by_one,
+    show,
+    write_json,
+)
 
 PLAIN = "plain"
 
@@ -155,23 +154,10 @@ def measured_within(workbench: Workbench, bench: Bench, peak_bytes: int) -> Held
             return None
         run = bench.attached(held.plan)
         run()
-        excess = peak_above_parameters(bench, run) - peak_bytes
+        excess = bench.peak_above_parameters(run) - peak_bytes
         if excess <= 0:
             return held
         target -= excess
-
-
-def peak_above_parameters(bench: Bench, run: Run) -> int:
-    """The allocator's peak of a step that begins without gradients."""
-    bench.model.zero_grad(set_to_none=True)
-    return allocated_peak(run)
-
-
-def block_flops(bench: Bench) -> int:
-    """Of the forward of all blocks."""
-    x = torch.randn(*bench.ids[:, :-1].shape, bench.model.embedding.embedding_dim)
-    with torch.no_grad():
-        return counted_flops(lambda: one_by_one(bench.model.layers, x))
 
 
 def rows_of(
@@ -225,11 +211,11 @@ def main() -> None:
     runs = torch_runs(bench)
     for run in runs.values():
         run()  # what is made once and kept
-    peaks = {name: peak_above_parameters(bench, run) for name, run in runs.items()}
+    peaks = {name: bench.peak_above_parameters(run) for name, run in runs.items()}
     runs |= technique_runs(bench) | plan_runs(bench, peaks)
+    peaks = {name: bench.peak_above_parameters(run) for name, run in runs.items()}
     seconds = interleaved(runs, options.rounds)
-    peaks = {name: peak_above_parameters(bench, run) for name, run in runs.items()}
-    rows = list(rows_of(runs, seconds, peaks, block_flops(bench)))
+    rows = list(rows_of(runs, seconds, peaks, bench.block_flops()))
     setting = f"{options.attention} attention, dropout {options.dropout:g}"
     show(
         f"12-block GPT, {setting}, {options.rounds} rounds; plain: {peaks[PLAIN] / 2**20:.1f} MiB,"
