@@ -59,7 +59,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
     Checked on 2.13.0: the public `untyped_storage().data_ptr()` raises on fake tensors.
     """
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return id(tensor)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -67,7 +70,10 @@ def version(tensor: torch.Tensor) -> int:
 
     Checked on 2.13.0: `_version` is what autograd's error message prints.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return 0
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,17 +205,12 @@ def returns_numbers(func: Any) -> bool:
 # --- used by _runtime -------------------------------------------------------------------------------------------------
 
 
-def live_state(module: nn.Module) -> list[dict[str, Any]]:
+def live_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The dicts in which the module keeps attributes, parameters and buffers, for reading and exchanging them.
 
     Checked on 2.13.0: `torch.func.functional_call` exchanges parameters and buffers here.
     """
-    return [module.__dict__, *[d for d in (module._parameters, module._buffers) if d]]
-
-
-def live_buffers(module: nn.Module) -> dict[str, Any]:
-    """The dict in which the module keeps its buffers."""
-    return module._buffers
+    return module.__dict__, module._parameters, module._buffers
 
 
 def in_transform() -> bool:

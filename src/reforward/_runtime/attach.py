@@ -93,6 +93,8 @@ class RegionForward(_Forward):
         super().__init__(module, path)
         self.node = node
         self.attachment = attachment
+        paths = [leaf.path for leaf in leaves(node)]
+        self._start, self._size = paths.index(path), len(paths)
         self._writes: Writes | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +113,7 @@ class RegionForward(_Forward):
         fence = Fence(ModuleState(self.path, modules, self._writes), devices, given)
         previous = run.outputs() if run is not None else []
         call = Call(self.path, self.plain, given, structure, previous=previous, fence=fence, modules=modules)
-        recording = run.recording if run is not None else Recording(self.node, start=self._start(), devices=devices)
+        recording = run.recording if run is not None else Recording(self.node, start=self._start, devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
         result = recording.forward(call, args, kwargs, keeper, frame)
         call.check_unchanged()
@@ -137,16 +139,13 @@ class RegionForward(_Forward):
         run = self.attachment.chains.continued_by(self.node, self.path, given)
         if run is not None:
             self.attachment.chains.close(run)
-        elif self._start() > 0 and _wants_gradient(given):  # otherwise the blocks before it are frozen, and plain
+        elif self._start > 0 and _wants_gradient(given):  # otherwise the blocks before it are frozen, and plain
             self._warn_of_broken_chain()
         return run
 
-    def _start(self) -> int:
-        return next(i for i, leaf in enumerate(leaves(self.node)) if leaf.path == self.path)
-
     def _keep_open(self, recording: Recording, result: Any) -> None:
         next_leaf = recording.start + len(recording.calls)
-        if isinstance(self.node, Run) and next_leaf < sum(1 for _ in leaves(self.node)):
+        if isinstance(self.node, Run) and next_leaf < self._size:
             self.attachment.chains.add(OpenRun(recording, next_leaf, _torch.flatten(result)[0]))
 
     def _warn_of_broken_chain(self) -> None:

@@ -1,13 +1,13 @@
 """What must not happen twice or differently: random streams, buffers, attributes, autocast.
 
-A `Fence` is taken before a call's forward and sealed after it. `rewound()` puts the world back to where that forward began
-and, when left, to where it was on entry.
+A `Fence` is taken before a call's forward and sealed after it. `rewind()` puts the world back to where that forward began
+and returns a function that undoes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,10 @@ class Ambient:
             attention=_attention_backends(),
         )
 
-    def applied(self) -> AbstractContextManager[Any]:
-        """A context with these settings."""
+    def enter(self) -> ExitStack | None:
+        """Puts these settings in force until the stack that is returned is closed; None if they are in force."""
         if self == self.capture(tuple([device for device, *_ in self.autocast])):
-            return _NO_CONTEXT
+            return None
         stack = ExitStack()
         for device, enabled, dtype in self.autocast:
             stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
@@ -46,7 +46,6 @@ class Ambient:
         return stack
 
 
-_NO_CONTEXT = nullcontext()
 _BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -92,22 +91,25 @@ class Fence:
         """To be called when the forward has ended."""
         self._state.seal(writes)
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Random streams, modules and settings as the forward found them.
+    def rewind(self) -> Callable[[], None]:
+        """Puts random streams, modules and settings as the forward found them.
 
-        Modules and generator objects are put back on exit. The global streams are left where the replay takes them:
-        whoever replays restores them once, when all calls are done.
+        Returns:
+            A function that puts modules, generator objects and settings as they are now. The global streams are left
+            where the replay takes them: whoever replays restores them once, when all calls are done.
         """
-        self._rng.apply()
+        undo_modules = self._state.rewind()
         streams = [stream.now() for stream in self._streams]
-        with self._ambient.applied():
-            undo = self._state.rewind()
-            try:
-                for stream in self._streams:
-                    stream.apply()
-                yield
-            finally:
-                undo()
-                for stream in streams:
-                    stream.apply()
+        settings = self._ambient.enter()
+        self._rng.apply()
+        for stream in self._streams:
+            stream.apply()
+
+        def undo() -> None:
+            if settings is not None:
+                settings.close()
+            for stream in streams:
+                stream.apply()
+            undo_modules()
+
+        return undo

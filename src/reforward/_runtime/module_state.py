@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from reforward._runtime.streams import OwnStream
 
 # Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write.
 _SMALL_BUFFER_BYTES = 64 * 1024
-_MISSING = object()
 # What nn.Module itself keeps; parameters, buffers and submodules are dealt with one by one, hooks aren't state.
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _IMMUTABLE = frozenset(
@@ -86,29 +84,34 @@ class ModuleState:
 
     def __init__(self, name: str, modules: list[nn.Module], writes: Writes | None):
         self._name = name
-        self._homes = [(home, home.copy()) for module in modules for home in _torch.live_state(module)]
-        self._parameters = [(p, _torch.version(p)) for p in _torch.parameters_of(modules)]
+        self._homes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._parameters: list[tuple[torch.Tensor, int]] = []
         self._held: list[_HeldTensor] = []
         self._containers: list[tuple[dict[str, Any], str, int]] = []
         self._contents: dict[int, Any] = {}
-        generators = []
+        self._streams: list[OwnStream] = []
         for index, module in enumerate(modules):
-            for key, buffer in _torch.own_buffers(module).items():
-                self._held.append(_HeldTensor(_torch.live_buffers(module), (index, key), buffer, writes))
-            for key in module.__dict__.keys() - _MODULE_ATTRIBUTES:
-                value = module.__dict__[key]
-                kind = type(value)
-                if kind in _IMMUTABLE:
-                    continue
-                if kind in _CONTAINERS:
-                    self._containers.append((module.__dict__, key, id(value)))
-                    self._contents.setdefault(id(value), copy.copy(value))
-                elif isinstance(value, torch.Tensor):
-                    self._held.append(_HeldTensor(module.__dict__, (index, key), value, writes))
-                else:
-                    generators.append(value)
-        self._streams = OwnStream.among(generators)
+            attributes, parameters, buffers = _torch.live_state(module)
+            self._homes.append((attributes, attributes.copy()))
+            if parameters:
+                self._homes.append((parameters, parameters.copy()))
+                self._parameters += [(p, _torch.version(p)) for p in parameters.values() if p is not None]
+            if buffers:
+                self._homes.append((buffers, buffers.copy()))
+                self._held += [_HeldTensor(buffers, (index, k), b, writes) for k, b in buffers.items() if b is not None]
+            for key, value in attributes.items():
+                if key not in _MODULE_ATTRIBUTES and type(value) not in _IMMUTABLE:
+                    self._add_attribute(attributes, (index, key), value, writes)
         self.tensors: list[torch.Tensor] = [p for p, _ in self._parameters] + [held.tensor for held in self._held]
+
+    def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, writes: Writes | None) -> None:
+        if type(value) in _CONTAINERS:
+            self._containers.append((home, key[1], id(value)))
+            self._contents.setdefault(id(value), copy.copy(value))
+        elif isinstance(value, torch.Tensor):
+            self._held.append(_HeldTensor(home, key, value, writes))
+        else:
+            self._streams += OwnStream.among([value])
 
     def seal(self, writes: Writes) -> None:
         """To be called when the forward has ended. Drops copies that aren't needed, adds what was written to `writes`.
@@ -191,16 +194,8 @@ def _same_values(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
     return torch.equal(tensor, copied) or bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
 
 
-def changed(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The names whose values aren't the same objects."""
-    if len(wanted) == len(now) and all(map(is_, wanted, now)) and all(map(is_, wanted.values(), now.values())):
-        return []  # the common case, at C's speed
-    return [key for key in {**wanted, **now} if wanted.get(key, _MISSING) is not now.get(key, _MISSING)]
-
-
 def _restore(home: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for key in changed(wanted, home):
-        if key in wanted:
-            home[key] = wanted[key]
-        else:
+    home.update(wanted)  # quicker than to look what differs
+    if len(home) != len(wanted):
+        for key in home.keys() - wanted.keys():
             del home[key]

@@ -78,7 +78,8 @@ class Holder:
             self.fill(value)
 
     def fill(self, value: torch.Tensor) -> None:
-        self.value = value.detach()
+        """Takes the tensor, which must be cut off from any graph."""
+        self.value = value
         self._version = _torch.version(value)
 
     def get(self) -> torch.Tensor:
@@ -302,9 +303,12 @@ class Recording:
         if not self.calls:
             self._entry = call.entry_of(previous)
         args, kwargs = call.arguments(previous)
-        with call.fence.rewound():
+        undo = call.fence.rewind()
+        try:
             sink.look()
             return self.forward(call, args, kwargs, keeper, sink)
+        finally:
+            undo()
 
     def _entry_storages(self, index: int) -> set[int]:
         """Storages that the recording holds for its first call beside the call's own."""
@@ -365,8 +369,11 @@ class Recording:
             if nested is not None:
                 return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next(), call.name), filler)
             args, kwargs = call.arguments(previous)
-            with call.fence.rewound():
+            undo = call.fence.rewind()
+            try:
                 return filler.run(args, kwargs)
+            finally:
+                undo()
 
     def policy_of_next(self) -> Any:
         """The policy under which the next call is recorded: a leaf's own; inside a run nothing but the input is kept."""
@@ -471,8 +478,8 @@ class Recorder(_Frame):
         self._sink = sink
 
     def pack(self, tensor: torch.Tensor) -> Holder:
-        if self.holds(tensor):
-            holder = Holder(self.call.name, None, tensor)
+        if _torch.storage_key(tensor) in self._held:
+            holder = Holder(self.call.name, None, tensor.detach())
         else:
             holder = Holder(self.call.name, self._recording)
             self._slots.append((weakref.ref(holder), tensor.shape, tensor.dtype))
@@ -480,7 +487,7 @@ class Recorder(_Frame):
 
     def pack_kept(self, tensor: torch.Tensor) -> Holder:
         """For tensors saved inside a submodule that is kept whole: they aren't replayed."""
-        return self._passed_on(tensor, Holder(self.call.name, None, tensor))
+        return self._passed_on(tensor, Holder(self.call.name, None, tensor.detach()))
 
     def _passed_on(self, tensor: torch.Tensor, holder: Holder) -> Holder:
         if self._sink is not None and not self._sink.holds(tensor):
@@ -512,12 +519,12 @@ class Filler(_Frame):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
-        if not self.holds(tensor):
+        if _torch.storage_key(value) not in self._held:
             self.put(value, None)
         return value
 
     def put(self, tensor: torch.Tensor, inner: Holder | None) -> None:
-        """Gives the next holder its tensor, or the holder of a nested recording that will have it.
+        """Gives the next holder its tensor, cut off from any graph, or the holder of a nested recording that will have it.
 
         Raises:
             ReplayMismatchError: the forward saved another tensor here.

@@ -25,7 +25,6 @@ from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.depth import depth
 from reforward._runtime.families import family_of
-from reforward._runtime.module_state import changed
 from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState, accelerators
 
 if TYPE_CHECKING:
@@ -296,9 +295,14 @@ class _SideEffects:
     def happened(self) -> bool:
         return (
             any(_torch.version(tensor) != version for tensor, version in self._inputs)
-            or any(changed(before, module.__dict__) for module, before in self._attributes)
+            or any(_differ(before, module.__dict__) for module, before in self._attributes)
             or any(OwnStream.among(before.values()) for _, before in self._attributes)
         )
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dicts don't hold the same objects under the same names."""
+    return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
 class _Pass:

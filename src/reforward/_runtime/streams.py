@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 import threading
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ class RngState:
         state = cls(
             cpu=_same(latest.cpu, _to_bytes(torch.get_rng_state())) if torch_too and "cpu" in parts else None,
             devices=_same(latest.devices, _device_states(devices)) if torch_too and "devices" in parts else None,
-            python=_same(latest.python, random.getstate()) if "python" in parts else None,
+            python=_same(latest.python, _python_state()) if "python" in parts else None,
             numpy=_same(latest.numpy, _NumpyState.capture()) if "numpy" in parts else None,
         )
         if share and parts is ALL_PARTS:
@@ -70,8 +71,8 @@ class RngState:
             torch.set_rng_state(_from_bytes(self.cpu))
         for device, state in self.devices or ():
             torch.get_device_module(device).set_rng_state(_from_bytes(state), device)
-        if self.python is not None:
-            random.setstate(self.python)
+        if self.python is not None and self.python != _python_state():
+            random.setstate(_as_getstate_gives_it(self.python))
         if self.numpy is not None:
             self.numpy.apply()
 
@@ -82,6 +83,41 @@ class RngState:
 
 
 _NOTHING = RngState()
+
+
+# Python's stream. `random.getstate()` makes 625 integers, which takes longer than a small block's forward. CPython keeps
+# position and key, 32 bits each, behind the head of the generator object; where that is found to be so, they are copied.
+_HIDDEN: Any = random.random.__self__  # the generator behind the functions of `random` # pyright: ignore
+_ADDRESS = id(_HIDDEN) + object.__basicsize__
+
+
+def _in_memory() -> tuple[int, ...]:
+    position, *key = struct.unpack("=625I", ctypes.string_at(_ADDRESS, _MERSENNE_BYTES))
+    return (*key, position)
+
+
+_MEMORY_IS_KNOWN = (
+    sys.implementation.name == "cpython"
+    and type(_HIDDEN).__basicsize__ >= object.__basicsize__ + _MERSENNE_BYTES
+    and _in_memory() == random.getstate()[1]
+)
+
+
+def _python_state() -> Any:
+    """The state of `random`, quickly: memory and the normal deviate put aside, or what `getstate` returns."""
+    if _MEMORY_IS_KNOWN:
+        return ctypes.string_at(_ADDRESS, _MERSENNE_BYTES), _HIDDEN.gauss_next
+    return random.getstate()
+
+
+def _as_getstate_gives_it(state: Any) -> Any:
+    if not _MEMORY_IS_KNOWN:
+        return state
+    memory, deviate = state
+    position, *key = struct.unpack("=625I", memory)
+    return _HIDDEN.VERSION, (*key, position), deviate
+
+
 _known = _Known()
 
 
