@@ -218,4 +218,5 @@ def in_transform() -> bool:
 
     Checked on 2.13.0: these forbid hooks on saved tensors, or differentiate without saving any.
     """
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    in_func = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return in_func or torch.autograd.forward_ad._current_level >= 0

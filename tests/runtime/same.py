@@ -32,7 +32,8 @@ def record(
     autocast: bool = False,
     after: Callable[[], Any] | None = None,
 ) -> Record:
-    """Everything that a plan must not change, after `steps` optimizer steps: losses, gradients, weights, buffers, streams.
+    """Everything that a plan must not change, after `steps` optimizer steps: losses, gradients, weights, buffers,
+    streams.
 
     Args:
         accumulate: forwards and backwards per step.

@@ -282,7 +282,8 @@ def test_is_replaying_tells_forward_from_replay():
 
 
 def held_after(work):
-    """Bytes that live when `work()` is done and has returned, beyond what it returns, without any garbage collection."""
+    """Bytes that live when `work()` is done and has returned, beyond what it returns, without any garbage
+    collection."""
     gc.collect()
     gc.disable()
     try:
@@ -515,7 +516,7 @@ def test_a_replayed_value_overwritten_before_it_is_used_again_is_refused():
         saved[0].zero_()
 
     loss.grad_fn.next_functions[0][0].register_hook(lambda inputs, outputs: overwrite(outputs[0]))
-    with pytest.raises(RuntimeError, match="in-place|inplace"):
+    with pytest.raises(RuntimeError, match=r"in-place|inplace"):
         loss.backward()
 
 

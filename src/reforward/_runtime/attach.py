@@ -1,8 +1,8 @@
 """Puts a plan on a live model and takes it off.
 
 The block's `forward` becomes an instance attribute: a callable object that refers to nothing but the module and the
-attachment, so `state_dict`, module names, `isinstance`, hooks, `deepcopy` and `pickle` go on working. Taking it off deletes
-the attribute.
+attachment, so `state_dict`, module names, `isinstance`, hooks, `deepcopy` and `pickle` go on working. Taking it off
+deletes the attribute.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ class RegionForward(_Forward):
         if self.path not in self.attachment.warned:
             self.attachment.warned.add(self.path)
             warnings.warn(
-                f"block {self.path!r} wasn't given the very output of the block before it in its run, so it keeps its own"
-                " input: the result is exact, but more memory is held than the plan says; end the run before this block",
+                f"block {self.path!r} wasn't given the very output of the block before it in its run, so it keeps its"
+                " own input: the result is exact, but more memory is held than the plan says; end the run before this"
+                " block",
                 stacklevel=4,
             )
 
@@ -171,7 +172,8 @@ class SubmoduleForward(_Forward):
 
 
 class _TakenOver:
-    """In place of a layer's `gradient_checkpointing = True` (Transformers' flag) while a plan is on: off, and known to have been on."""
+    """In place of a layer's `gradient_checkpointing = True` (Transformers' flag) while a plan is on: off, and known
+    to have been on."""
 
     def __bool__(self) -> bool:
         return False
@@ -198,7 +200,7 @@ def attach(model: nn.Module, what: Any) -> Plan:
     detach(model)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = _TakenOver()
+            module.__dict__["gradient_checkpointing"] = _TakenOver()
     attachment = Attachment(plan)
     for path, node in forwards.items():
         module = by_path[path]
@@ -212,7 +214,7 @@ def detach(model: nn.Module) -> None:
     """Takes the plan off a model and leaves it as it was; does nothing if there is none."""
     for module in model.modules():
         if isinstance(module.__dict__.get("gradient_checkpointing"), _TakenOver):
-            module.gradient_checkpointing = True
+            module.__dict__["gradient_checkpointing"] = True
         if isinstance(module.__dict__.get("forward"), _Forward):
             del module.__dict__["forward"]
 
@@ -309,8 +311,8 @@ def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
         if foreign is not None and not isinstance(foreign, _Forward):
             what = getattr(foreign, "__qualname__", type(foreign).__name__)
             raise AttachError(
-                f"block {path!r} has a forward of its own on the instance ({what}), put there by another library or by hand;"
-                " take that off first, or attach before it is put on"
+                f"block {path!r} has a forward of its own on the instance ({what}), put there by another library or by"
+                " hand; take that off first, or attach before it is put on"
             )
     for name, module in model.named_modules():
         if type(module).__name__ == "CheckpointWrapper":

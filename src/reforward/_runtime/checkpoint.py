@@ -22,13 +22,15 @@ from reforward._runtime.replay import Call, Recording, current_frame, is_open_to
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 
+_RECOMPUTE = Recompute()
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    policy: Policy = Recompute(),
+    policy: Policy = _RECOMPUTE,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Contexts] | None = None,
@@ -44,7 +46,8 @@ def checkpoint(
     Args:
         function: a module or any other callable.
         policy: Recompute(save=...) by families of operations, or Save().
-        use_reentrant: accepted for compatibility: there is one implementation, and it can do what either of torch's can.
+        use_reentrant: accepted for compatibility: there is one implementation, and it can do what either of torch's
+            can.
         preserve_rng_state: False asks not to restore random streams for the replay. That is exact only where nothing is
             drawn, and there it costs nothing either, so the streams are restored in any case.
         context_fn: returns the contexts of the forward and of the replay.
@@ -79,9 +82,17 @@ def checkpoint(
     record = _Record(in_forward, in_replay) if debug else None
     fence = Fence(ModuleState(name, modules, None), devices, given)
     call = Call(
-        name, function, given, structure, previous=[], fence=fence, modules=modules,
-        contexts=record.replay if record else (lambda: in_replay), early_stop=early_stop, check=determinism_check == "default",
-    )  # fmt: skip
+        name,
+        function,
+        given,
+        structure,
+        previous=[],
+        fence=fence,
+        modules=modules,
+        contexts=record.replay if record else lambda: in_replay,
+        early_stop=early_stop,
+        check=determinism_check == "default",
+    )
     recording = Recording(Region(path=name, policy=policy), devices=devices)
     with record.forward() if record else in_forward:
         result = recording.forward(call, args, kwargs, Keeper.of(policy, name), frame)

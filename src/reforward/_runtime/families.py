@@ -22,8 +22,8 @@ _NAMES = {
     ),
     "elementwise": (
         "relu gelu silu mish elu celu selu leaky_relu prelu hardtanh hardswish hardsigmoid logsigmoid softplus softsign"
-        " tanhshrink glu sigmoid tanh softmax log_softmax softmin relu6 threshold add sub mul div true_divide neg exp log"
-        " sqrt rsqrt pow square sin cos erf abs clamp where addcmul addcdiv lerp sum mean var cumsum"
+        " tanhshrink glu sigmoid tanh softmax log_softmax softmin relu6 threshold add sub mul div true_divide neg exp"
+        " log sqrt rsqrt pow square sin cos erf abs clamp where addcmul addcdiv lerp sum mean var cumsum"
         " __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__"
     ),
 }

@@ -1,7 +1,7 @@
 """What must not happen twice or differently: random streams, buffers, attributes, autocast.
 
-A `Fence` is taken before a call's forward and sealed after it. `rewind()` puts the world back to where that forward began
-and returns a function that undoes it.
+A `Fence` is taken before a call's forward and sealed after it. `rewind()` puts the world back to where that forward
+began and returns a function that undoes it.
 """
 
 from __future__ import annotations

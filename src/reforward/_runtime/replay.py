@@ -1,13 +1,13 @@
 """One region: a forward that keeps what the policy says, and a replay that computes the rest again.
 
-In forward, every tensor that autograd wants to save is replaced by an empty `Holder`; the region's `Recording` remembers
-the holders weakly, in order, and what is needed to run its calls again. The first holder that backward asks for makes the
-recording replay: it runs the calls again under a second pair of hooks, which hand the n-th saved tensor to the n-th holder,
-and stops after the last holder that is still alive.
+In forward, every tensor that autograd wants to save is replaced by an empty `Holder`; the region's `Recording`
+remembers the holders weakly, in order, and what is needed to run its calls again. The first holder that backward asks
+for makes the recording replay: it runs the calls again under a second pair of hooks, which hand the n-th saved tensor
+to the n-th holder, and stops after the last holder that is still alive.
 
-A recording may cover several calls (a run). Its replay treats each member of the run as the plan says: a member that saves
-has its holders filled at once; a member that recomputes becomes a recording of its own, whose holders stand behind those
-of the outer one. Nesting is nothing more than that, to any depth.
+A recording may cover several calls (a run). Its replay treats each member of the run as the plan says: a member that
+saves has its holders filled at once; a member that recomputes becomes a recording of its own, whose holders stand
+behind those of the outer one. Nesting is nothing more than that, to any depth.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from reforward._runtime.streams import RngState
 
 
 class _Done(BaseException):
-    """Ends a replay when the last holder has its value. A BaseException, so that no `except Exception` in a model stops it."""
+    """Ends a replay when the last holder has its value. A BaseException, so that no `except Exception` in a model
+    stops it."""
 
 
 class _Local(threading.local):
@@ -89,23 +90,32 @@ class Holder:
             MutationError: it was changed in place since it was saved; autograd would refuse it as well.
             ReplayMismatchError: the replay took another way than the forward did.
         """
-        _note_backward_inside()
-        if self.value is None and self.inner is None and self._recording is not None:
-            self._recording.replay()
-        if self.inner is not None:
-            return self.inner.get()
         if self.value is None:
+            self._compute()
+            if self.inner is not None:
+                return self.inner.get()
+        elif self._recording is None:
+            _note_backward_inside()
+        value = self.value
+        if value is None:
             raise ReplayMismatchError(
-                f"block {self._name!r}: the replay saved fewer tensors for backward than the forward did. Its forward must"
-                " do the same when it runs again: look for state that it changes, or leave this block out of the plan"
+                f"block {self._name!r}: the replay saved fewer tensors for backward than the forward did. Its forward"
+                " must do the same when it runs again: look for state that it changes, or leave this block out of the"
+                " plan"
             )
-        if _torch.version(self.value) != self._version:
+        if _torch.version(value) != self._version:
             raise MutationError(
-                f"block {self._name!r}: a tensor of shape {tuple(self.value.shape)} ({self.value.dtype}) needed for backward"
-                f" was changed by an in-place operation after it was saved (version {_torch.version(self.value)}, expected"
+                f"block {self._name!r}: a tensor of shape {tuple(value.shape)} ({value.dtype}) needed for backward was"
+                f" changed by an in-place operation after it was saved (version {_torch.version(value)}, expected"
                 f" {self._version}); write the operation out of place, or move it behind the backward"
             )
-        return self.value
+        return value
+
+    def _compute(self) -> None:
+        """Replays, unless a nested recording will have the tensor."""
+        if self.inner is None and self._recording is not None:
+            _note_backward_inside()
+            self._recording.replay()
 
 
 def _note_backward_inside() -> None:
@@ -201,7 +211,8 @@ class Call:
         ]
 
     def arguments(self, previous: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh arguments, cut off from the graph that made them; `previous` are leaves of the output of the call before.
+        """Fresh arguments, cut off from the graph that made them; `previous` are leaves of the output of the call
+        before.
 
         Raises:
             MutationError: an argument was changed in place since the call.
@@ -221,7 +232,8 @@ class Call:
         return kept.fresh()
 
     def entry_of(self, previous: list[Any]) -> list[_Kept | None]:
-        """What a recording that begins with this call keeps of the output of the call before: the leaves that it takes."""
+        """What a recording that begins with this call keeps of the output of the call before: the leaves that it
+        takes."""
         needed = {leaf.index for leaf in self._leaves if isinstance(leaf, _Previous)}
         return [_Kept(leaf) if i in needed else None for i, leaf in enumerate(previous)]
 
@@ -245,9 +257,9 @@ class Call:
 
     def _mutated(self, leaf: _Kept, when: str) -> MutationError:
         return MutationError(
-            f"block {self.name!r}: an argument of shape {tuple(leaf.tensor.shape)} ({leaf.tensor.dtype}) was changed in place"
-            f" {when}, so the block can't be computed again from it; write that operation out of place, pass a clone, or"
-            " leave this block out of the plan"
+            f"block {self.name!r}: an argument of shape {tuple(leaf.tensor.shape)} ({leaf.tensor.dtype}) was changed in"
+            f" place {when}, so the block can't be computed again from it; write that operation out of place, pass a"
+            " clone, or leave this block out of the plan"
         )
 
     def held_storages(self) -> set[int]:
@@ -376,7 +388,8 @@ class Recording:
                 undo()
 
     def policy_of_next(self) -> Any:
-        """The policy under which the next call is recorded: a leaf's own; inside a run nothing but the input is kept."""
+        """The policy under which the next call is recorded: a leaf's own; inside a run nothing but the input is
+        kept."""
         return self.node.policy if isinstance(self.node, Region) else None
 
     def release(self) -> None:
@@ -483,16 +496,21 @@ class Recorder(_Frame):
         else:
             holder = Holder(self.call.name, self._recording)
             self._slots.append((weakref.ref(holder), tensor.shape, tensor.dtype))
-        return self._passed_on(tensor, holder)
+        if self._sink is not None:
+            self._pass_on(self._sink, tensor, holder)
+        return holder
 
     def pack_kept(self, tensor: torch.Tensor) -> Holder:
         """For tensors saved inside a submodule that is kept whole: they aren't replayed."""
-        return self._passed_on(tensor, Holder(self.call.name, None, tensor.detach()))
-
-    def _passed_on(self, tensor: torch.Tensor, holder: Holder) -> Holder:
-        if self._sink is not None and not self._sink.holds(tensor):
-            self._sink.put(tensor, holder)
+        holder = Holder(self.call.name, None, tensor.detach())
+        if self._sink is not None:
+            self._pass_on(self._sink, tensor, holder)
         return holder
+
+    @staticmethod
+    def _pass_on(sink: Filler, tensor: torch.Tensor, holder: Holder) -> None:
+        if not sink.holds(tensor):
+            sink.put(tensor, holder)
 
     @property
     def saved(self) -> int:
@@ -524,7 +542,8 @@ class Filler(_Frame):
         return value
 
     def put(self, tensor: torch.Tensor, inner: Holder | None) -> None:
-        """Gives the next holder its tensor, cut off from any graph, or the holder of a nested recording that will have it.
+        """Gives the next holder its tensor, cut off from any graph, or the holder of a nested recording that will have
+        it.
 
         Raises:
             ReplayMismatchError: the forward saved another tensor here.
@@ -560,9 +579,9 @@ class Filler(_Frame):
     def _mismatch(self, fact: str) -> ReplayMismatchError:
         kind = f" ({type(self.call.modules[0]).__name__})" if self.call.modules else ""
         return ReplayMismatchError(
-            f"block {self.call.name!r}{kind}: its replay {fact}. Something that its forward depends on was changed between"
-            " forward and backward (an attribute, a container, a global); keep it unchanged, or leave this block out of the"
-            " plan"
+            f"block {self.call.name!r}{kind}: its replay {fact}. Something that its forward depends on was changed"
+            " between forward and backward (an attribute, a container, a global); keep it unchanged, or leave this"
+            " block out of the plan"
         )
 
     def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:

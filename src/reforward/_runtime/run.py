@@ -1,9 +1,9 @@
 """Several block calls as one region: which call continues which run.
 
-A run is followed by the identity of the tensor that flows through it: a call continues an open run if it is given a tensor
-that the run's last call returned and it is the run's next member. Nothing is stored in the modules, so interleaved calls,
-two forwards before one backward and micro-batches in flight don't disturb each other, and the loop over the blocks may be
-written in any way.
+A run is followed by the identity of the tensor that flows through it: a call continues an open run if it is given a
+tensor that the run's last call returned and it is the run's next member. Nothing is stored in the modules, so
+interleaved calls, two forwards before one backward and micro-batches in flight don't disturb each other, and the loop
+over the blocks may be written in any way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from reforward._runtime.replay import Recording
 
 
 class OpenRun:
-    """A run that may go on: the output of its last call, held weakly. If it is overwritten, the run can't go on from it.
+    """A run that may go on: the output of its last call, held weakly. If it is overwritten, the run can't go on from
+    it.
 
     Attributes:
         recording: the live region.

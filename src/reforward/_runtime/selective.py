@@ -1,9 +1,10 @@
 """Selected values of a call: kept in forward, handed back in the replay instead of being computed.
 
 What is selected is recognised where the user writes it, at the level of `torch.nn.functional` and tensor methods, by a
-function mode. Only while such a call runs, a dispatch mode looks at the operations that it becomes and keeps the outputs of
-those that compute something. In the replay the same call runs again, so that autograd saves the same tensors, but these
-operations return what was kept. So `scaled_dot_product_attention` is attention also where it becomes bmm, softmax, bmm.
+function mode. Only while such a call runs, a dispatch mode looks at the operations that it becomes and keeps the
+outputs of those that compute something. In the replay the same call runs again, so that autograd saves the same
+tensors, but these operations return what was kept. So `scaled_dot_product_attention` is attention also where it becomes
+bmm, softmax, bmm.
 
 A value is named by submodule, family and ordinal, and checked by function and shapes: a reordering fails loudly.
 """
@@ -71,8 +72,8 @@ class _KeptOp:
     """One operation: its outputs, and where it left the random stream if it draws.
 
     Attributes:
-        saved_before: tensors that autograd had saved when it was about to compute, to tell whether a replay, which stops
-            at the last saved tensor, ever gets here. Autograd saves an operation's inputs before it computes.
+        saved_before: tensors that autograd had saved when it was about to compute, to tell whether a replay, which
+            stops at the last saved tensor, ever gets here. Autograd saves an operation's inputs before it computes.
     """
 
     outputs: list[_Output]
@@ -152,8 +153,8 @@ class Keeper:
         name: the block, for messages.
 
     Attributes:
-        differentiates: the call takes a gradient in its own forward. A kept submodule then runs again all the same, since
-            that gradient has to pass through it.
+        differentiates: the call takes a gradient in its own forward. A kept submodule then runs again all the same,
+            since that gradient has to pass through it.
     """
 
     def __init__(self, save: tuple[Ops | Modules, ...], name: str = ""):
@@ -197,7 +198,8 @@ class Keeper:
         return bool(self._modules)
 
     def drop_unneeded(self, saved: int) -> None:
-        """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not needed."""
+        """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not
+        needed."""
         self._calls = {key: call for key, call in self._calls.items() if call.drop_unneeded(saved)}
         self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
 
@@ -211,7 +213,8 @@ class Keeper:
             for ops in self._ops
         )
 
-    # Functions -----------------------------------------------------------------------------------------------------------
+    # Functions
+    # -----------------------------------------------------------------------------------------------------------
 
     def _keep(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
         frame = self._pass.frame
@@ -236,7 +239,8 @@ class Keeper:
             raise self._mismatch(key, f"runs {answers.count} of the {len(kept.ops)} operations that the forward kept")
         return result
 
-    # Submodules ----------------------------------------------------------------------------------------------------------
+    # Submodules
+    # ----------------------------------------------------------------------------------------------------------
 
     def call_submodule(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the forward `function` of a submodule that a selector of the policy may name."""
@@ -278,9 +282,9 @@ class Keeper:
     def _mismatch(self, key: _Key, fact: str) -> ReplayMismatchError:
         path, family, ordinal = key
         return ReplayMismatchError(
-            f"block {self._name!r}: call {ordinal} of family {family!r}{f' in {path!r}' if path else ''} {fact} when it runs"
-            " again; a value that is kept can't be matched. Keep the block's control flow unchanged between forward and"
-            " backward, or recompute it in full"
+            f"block {self._name!r}: call {ordinal} of family {family!r}{f' in {path!r}' if path else ''} {fact} when it"
+            " runs again; a value that is kept can't be matched. Keep the block's control flow unchanged between"
+            " forward and backward, or recompute it in full"
         )
 
 
@@ -391,8 +395,8 @@ def _is_in_place(func: Any) -> bool:
 
 
 class _Ordinals:
-    """Names the operations of a call by overload and how often it ran before, so that an operation which only one of the
-    two passes makes (a device query under a fake mode, a copy that one layout needs) doesn't shift the others."""
+    """Names the operations of a call by overload and how often it ran before, so that an operation which only one of
+    the two passes makes (a device query under a fake mode, a copy that one layout needs) doesn't shift the others."""
 
     def __init__(self):
         self._seen: dict[Any, int] = {}

@@ -1,6 +1,7 @@
 """Random streams: torch's generators, Python's `random`, numpy's legacy generator, and generators that modules own.
 
-States are values. They are captured at every call of a region, so capturing is cheap and an unchanged part is stored once.
+States are values. They are captured at every call of a region, so capturing is cheap and an unchanged part is stored
+once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RngState:
         """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked.
 
         Args:
-            share: whether parts that are as they were at the last capture are stored once; it takes time to compare them.
+            share: whether parts that are as they were at the last capture are stored once; it takes time to compare
+                them.
         """
         torch_too = not _torch.in_fake_mode()
         latest = (_known.latest if share else None) or _NOTHING
@@ -85,8 +87,9 @@ class RngState:
 _NOTHING = RngState()
 
 
-# Python's stream. `random.getstate()` makes 625 integers, which takes longer than a small block's forward. CPython keeps
-# position and key, 32 bits each, behind the head of the generator object; where that is found to be so, they are copied.
+# Python's stream. `random.getstate()` makes 625 integers, which takes longer than a small block's forward. CPython
+# keeps position and key, 32 bits each, behind the head of the generator object; where that is found to be so, they are
+# copied.
 _HIDDEN: Any = random.random.__self__  # the generator behind the functions of `random` # pyright: ignore
 _ADDRESS = id(_HIDDEN) + object.__basicsize__
 
@@ -126,9 +129,9 @@ class _NumpyState:
     """numpy's legacy generator.
 
     Reading it through numpy takes longer than a small block's forward, so its memory is looked at first, by the address
-    that numpy publishes for that. What memory doesn't show is a normal deviate put aside for the next draw. Where none was
-    put aside and memory is the same, nothing was drawn. (Whoever puts back by hand a state with a deviate, after drawing
-    just that one, isn't seen.)
+    that numpy publishes for that. What memory doesn't show is a normal deviate put aside for the next draw. Where none
+    was put aside and memory is the same, nothing was drawn. (Whoever puts back by hand a state with a deviate, after
+    drawing just that one, isn't seen.)
 
     Attributes:
         memory: key and position as they lie in memory; None if it isn't a Mersenne twister.
@@ -181,7 +184,9 @@ def _same(earlier: Any, now: Any) -> Any:
 
 def accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
     """The devices of some tensors that have random streams of their own."""
-    return tuple([d for d in dict.fromkeys([t.device for t in tensors]) if d.type not in ("cpu", "meta")])
+    return tuple(
+        [device for device in dict.fromkeys([t.device for t in tensors]) if device.type not in ("cpu", "meta")]
+    )
 
 
 def _device_states(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, bytes], ...]:
