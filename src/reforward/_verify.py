@@ -8,11 +8,11 @@ against the same blocks run plainly one at a time, which never needs the memory 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy.random  # noqa: F401 - numpy loads it late; a stream that begins between two runs would differ
 import torch
 from torch import nn
 
@@ -159,9 +159,11 @@ def _buffers(module: nn.Module) -> Digests:
 def _streams(devices: tuple[torch.device, ...]) -> Digests:
     accelerators = tuple(d for d in devices if d.type not in ("cpu", "meta"))
     state = RngState.capture(accelerators)
-    found = {("RNG state", "torch CPU"): repr(state.cpu), ("RNG state", "Python"): repr(state.python)}
-    if "numpy" in sys.modules:
-        found["RNG state", "numpy"] = repr(state.numpy)
+    found = {
+        ("RNG state", "torch CPU"): repr(state.cpu),
+        ("RNG state", "Python"): repr(state.python),
+        ("RNG state", "numpy"): repr(state.numpy),
+    }
     return found | {("RNG state", f"torch {device}"): repr(value) for device, value in state.devices or ()}
 
 

@@ -259,14 +259,15 @@ class _Watch:
 
     @contextmanager
     def blocks(self, model: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
-        """Watches the calls of the blocks."""
+        """Watches the calls of the blocks. A region is a module's forward, so hooks on the module lie outside of it."""
         by_path = modules_by_path(model)
         with ExitStack() as stack:
             for block in blocks:
                 module = by_path[block.path]
                 begin = module.register_forward_pre_hook(self._beginner(block), with_kwargs=True)
                 stack.callback(begin.remove)
-                stack.callback(module.register_forward_hook(self._end_forward, with_kwargs=True).remove)
+                end = module.register_forward_hook(self._end_forward, prepend=True, with_kwargs=True)
+                stack.callback(end.remove)
             yield
 
     def finished_calls(self) -> tuple[BlockCall, ...]:

@@ -129,7 +129,14 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: _Fakes) -> torch.op
 
 
 def _fake_state(value: Any, fakes: _Fakes) -> Any:
-    return fakes.of(value) if isinstance(value, torch.Tensor) and value.dim() else copy.copy(value)
+    if not isinstance(value, torch.Tensor):
+        return copy.copy(value)
+    if value.dim() or value.device.type != "cpu":
+        return fakes.of(value)
+    # A count of steps, which optimizers read with .item(): a fake that is made from a number knows it.
+    with _torch.outside_fake_mode():
+        number = value.item()
+    return torch.tensor(number, dtype=value.dtype)
 
 
 def _fill_state(optimizer: torch.optim.Optimizer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -95,10 +97,11 @@ def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryR
     calls: list[CallCost] = []
     chain = -1
     tables = {policy: _by_call(run) for policy, run in runs.items()}
+    late = {policy: _late_bytes(run, plain) for policy, run in runs.items()}
     for index, call in enumerate(plain.calls):
         chain += not call.follows
         key = signature(by_path[call.block.path], call)
-        options = _options(index, key, tables, costs)
+        options = _options(index, key, tables, late, costs)
         number = numbers.setdefault((key, call.output_bytes, options), len(numbers))
         calls.append(
             CallCost(
@@ -134,10 +137,39 @@ def _by_call(run: DryRun) -> dict[tuple[str, int], Segment]:
     return table
 
 
+def _late_bytes(run: DryRun, plain: DryRun) -> Counter[int]:
+    """What the gap after a call's forward leaves more under a policy than it does plainly, by call.
+
+    The policy is why: a region holds an argument that otherwise is freed there (positive), or it doesn't hold the
+    block's output, so that it can be freed (negative).
+    """
+    late = _gap_after_forward(run)
+    late.subtract(_gap_after_forward(plain))
+    return late
+
+
+def _gap_after_forward(run: DryRun) -> Counter[int]:
+    """Change of live bytes from the end of a call's forward to the begin of what comes next, in the same phase."""
+    found: Counter[int] = Counter()
+    for before, gap in pairwise(run.segments):
+        if before.kind == "forward" and gap.kind == "gap" and gap.phase == "forward":
+            found[before.call] += gap.delta_bytes
+    return found
+
+
 def _options(
-    index: int, key: object, tables: dict[Policy, dict[tuple[str, int], Segment]], costs: RealCosts
+    index: int,
+    key: object,
+    tables: dict[Policy, dict[tuple[str, int], Segment]],
+    late: dict[Policy, Counter[int]],
+    costs: RealCosts,
 ) -> tuple[OptionCost, ...]:
-    """The options of one call; only the plain one if its backward never runs."""
+    """The options of one call; only the plain one if its backward never runs.
+
+    The gaps of the profile are those of the plain step, so what a policy changes in the gap after a call is put down to
+    the call: what it holds longer, to its forward; what is freed earlier, to its backward, which errs to the safe side
+    in between.
+    """
     plain_backward = tables[Save()].get(("backward", index))
     options: dict[Policy, OptionCost] = {}
     for policy, table in tables.items():
@@ -145,12 +177,13 @@ def _options(
         seconds = costs.blocks[key][policy]  # pyright: ignore[reportArgumentType]
         if back is None and policy != Save():
             continue
+        longer, earlier = max(late[policy][index], 0), min(late[policy][index], 0)
         options[policy] = OptionCost(
             policy=policy,
-            forward_delta_bytes=ahead.delta_bytes,
+            forward_delta_bytes=ahead.delta_bytes + longer,
             forward_peak_bytes=ahead.peak_bytes,
-            backward_delta_bytes=back.delta_bytes if back else 0,
-            backward_peak_bytes=back.peak_bytes if back else 0,
+            backward_delta_bytes=back.delta_bytes + earlier if back else 0,
+            backward_peak_bytes=max(back.peak_bytes + earlier, 0) if back else 0,
             forward_seconds=seconds.forward,
             backward_seconds=seconds.backward if back else 0.0,
             replay_seconds=seconds.replay if back else 0.0,
