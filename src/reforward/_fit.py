@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from reforward._blocks import Block, find_blocks
-from reforward._errors import BudgetError, InputError
+from reforward._errors import BudgetError, InputError, ReplayMismatchError
 from reforward._measure import Measurement, measure
 from reforward._measure.measure import device_of
 from reforward._measure.room import room_bytes, total_bytes
@@ -18,7 +19,7 @@ from reforward._plan import Plan
 from reforward._profile import Profiled, dry_run, profile_step
 from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
-from reforward._solve import Planner, Solution
+from reforward._solve import Planner, Solution, explain_peak
 from reforward._solve.frontier import trace_frontier
 from reforward._step import Step
 from reforward._techniques import none
@@ -28,8 +29,10 @@ from reforward._verify import Proof, verify, verify_regions
 Progress = Callable[[str, float], None]
 
 # Rounds of planning: the solver adds up blocks, the dry run and the measurement see the step as a whole.
-_ROUNDS = 6
+_ROUNDS = 10
 _FRONTIER_POINTS = 12
+# A dry run doesn't see the scalars that autograd keeps, a few bytes each; a budget is only promised with room for them.
+_DRY_RUN_ERROR = 0.001
 # A step is taken to fit if this share of the room stays free beside it.
 _RESERVE = 0.1
 
@@ -64,10 +67,10 @@ class FitReport:
             "block:<path>", "head", "temporaries".
         predicted_plain, predicted_planned: of the heaviest batch.
         measured_plain: None where the plain step isn't known to fit.
-        measured_planned: None if nothing was to be measured.
+        measured_planned: of the batch that took most.
         proof: that the results are the same.
         frontier: time against memory, ascending in memory.
-        solver_status, solver_gap, solver_seconds: how the solver did.
+        solver_status, solver_gap, solver_seconds: how the solver did; no gap where it proved nothing.
     """
 
     plan: Plan
@@ -77,20 +80,25 @@ class FitReport:
     predicted_plain: Prediction
     predicted_planned: Prediction
     measured_plain: Measurement | None
-    measured_planned: Measurement | None
+    measured_planned: Measurement
     proof: Proof
     frontier: tuple[FrontierPoint, ...]
     solver_status: str
-    solver_gap: float
+    solver_gap: float | None
     solver_seconds: float
 
 
-def fit(model: nn.Module, step: Step | Callable[[], torch.Tensor], budget: str | int | float) -> Plan:
-    """Fits a training step into a memory budget: finds the fastest plan that fits, proves it exact and puts it on the
-    model.
+def fit(
+    model: nn.Module,
+    step: Step | Callable[[], torch.Tensor],
+    budget: str | int | float,
+    *,
+    blocks: Sequence[Block] | None = None,
+) -> Plan:
+    """Fits a training step into a memory budget: finds the fastest plan that fits, proves it and puts it on the model.
 
-    The plain step is never run. Weights, buffers, gradients, optimizer state and random streams are afterwards as if
-    `fit` had not been called, so training goes on bit for bit as it would have.
+    The plain step is never run with gradients; its forward alone is. Weights, buffers, gradients, optimizer state and
+    random streams are afterwards as if `fit` had not been called, so training goes on bit for bit as it would have.
 
     Args:
         model: the model.
@@ -98,6 +106,7 @@ def fit(model: nn.Module, step: Step | Callable[[], torch.Tensor], budget: str |
             budget for each.
         budget: peak bytes of the whole step on the device, optimizer included: `"20GiB"`, a number, `"60%"` of the
             plain step's predicted peak, or `"60%device"` of the memory that the device has for this process.
+        blocks: the units of recomputation, as `find_blocks` gives them; None finds them.
 
     Returns:
         The plan, attached, with its predictions.
@@ -109,12 +118,10 @@ def fit(model: nn.Module, step: Step | Callable[[], torch.Tensor], budget: str |
         ReplayError: a block can't be recomputed exactly.
     """
     step = Step.of(step)
-    fitting = _Fitting(model, step, budget, progress=lambda text, share: None)
-    fitting.search()
-    fitting.hold_when_measured()
-    proof = verify_regions(model, step, fitting.plan, fitting.profiled.plain.calls, fitting.profiled.variant)
-    _refuse_differences(proof)
-    return attach(model, fitting.plan)
+    search = _Search(model, step, budget, blocks, tell=lambda text, share: None)
+    found = search.run(repeats=1)
+    _refuse_differences(_prove_regions(model, step, found.plan, search.profiled))
+    return attach(model, found.plan)
 
 
 def fit_report(
@@ -122,152 +129,190 @@ def fit_report(
     step: Step | Callable[[], torch.Tensor],
     budget: str | int | float,
     *,
+    blocks: Sequence[Block] | None = None,
     progress: Progress | None = None,
 ) -> FitReport:
     """As `fit`, with all that was found on the way, and the plan left off the model.
 
     Where the plain step is known to fit into the memory that is free, it is measured too, and the proof covers the
     whole step; elsewhere the proof is taken region by region.
+
+    Args:
+        progress: is told what is being done, and the share of the work that is behind.
     """
     step = Step.of(step)
     tell = progress or (lambda text, share: None)
-    fitting = _Fitting(model, step, budget, progress=tell)
-    fitting.search()
-    measured = fitting.hold_when_measured()
-    profiled = fitting.profiled
+    search = _Search(model, step, budget, blocks, tell)
+    found = search.run(repeats=3)
+    profiled, planner = search.profiled, search.planner
     measured_plain = None
-    if fitting.plain_fits():
+    if search.plain_fits():
         tell("measuring the plain step", 0.75)
         with attached(model, none()):
             measured_plain = measure(model, step, variant=profiled.variant)
         tell("proving", 0.85)
-        proof = verify(model, step, fitting.plan)
+        proof = verify(model, step, found.plan)
     else:
         tell("proving", 0.85)
-        proof = verify_regions(model, step, fitting.plan, profiled.plain.calls, profiled.variant)
+        proof = _prove_regions(model, step, found.plan, profiled)
     tell("drawing the frontier", 0.95)
     return FitReport(
-        plan=fitting.plan,
+        plan=found.plan,
         profile=profiled.profile,
-        budget_bytes=fitting.budget_bytes,
+        budget_bytes=search.budget_bytes,
         breakdown=profiled.plain.breakdown,
-        predicted_plain=Prediction(peak_bytes=profiled.plain.peak_bytes, seconds=fitting.planner.plain.seconds),
-        predicted_planned=Prediction(
-            peak_bytes=fitting.plan.predicted_peak_bytes or 0, seconds=fitting.plan.predicted_seconds or 0.0
-        ),
+        predicted_plain=Prediction(peak_bytes=profiled.plain.peak_bytes, seconds=planner.plain.seconds),
+        predicted_planned=Prediction(peak_bytes=found.dry_peak_bytes, seconds=found.solution.timeline.seconds),
         measured_plain=measured_plain,
-        measured_planned=measured,
+        measured_planned=found.measured,
         proof=proof,
-        frontier=_frontier(fitting.planner),
-        solver_status=fitting.solution.status,
-        solver_gap=fitting.solution.gap,
-        solver_seconds=fitting.solution.seconds,
+        frontier=_frontier(planner),
+        solver_status=found.solution.status,
+        solver_gap=found.solution.gap if math.isfinite(found.solution.gap) else None,
+        solver_seconds=found.solution.seconds,
     )
 
 
-def explain(model: nn.Module, step: Step | Callable[[], torch.Tensor]) -> dict[str, int]:
+def explain(
+    model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None
+) -> dict[str, int]:
     """Where the peak of the plain step comes from, in bytes that sum to it, from a dry run: the step isn't run.
+
+    Workspaces of kernels, which only a real run shows, aren't in it.
 
     Returns:
         Bytes by part: "parameters", "buffers", "gradients", "optimizer", "batch", "block:<path>" (what the block's
         forward left for backward), "head" (what the forward outside of blocks left), "temporaries".
     """
     step = Step.of(step)
-    blocks = find_blocks(model)
+    found = blocks or find_blocks(model)
     with attached(model, none()):
-        runs = [dry_run(model, step, blocks, variant=variant) for variant in range(step.variants)]
+        runs = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
     return max(runs, key=lambda run: run.peak_bytes).breakdown
 
 
-class _Fitting:
-    """The search for one plan, from the profile to a measured step.
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A plan that holds the budget.
 
     Attributes:
-        profiled, planner: of the plain step.
-        budget_bytes: the budget.
-        solution: the latest of the solver.
-        plan: its plan, predictions corrected by the dry run.
+        solution: the solver's.
+        plan: its plan, with the dry run's peak as prediction.
+        dry_peak_bytes: of the heaviest batch, by the dry run of the planned step.
+        measured: of the batch that took most.
     """
 
     solution: Solution
     plan: Plan
+    dry_peak_bytes: int
+    measured: Measurement
 
-    def __init__(self, model: nn.Module, step: Step, budget: str | int | float, *, progress: Progress):
+
+class _Search:
+    """The search for a plan that holds the budget when its step is run dry, and when it is measured.
+
+    Attributes:
+        profiled, planner: of the plain step.
+        budget_bytes: the budget.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        budget: str | int | float,
+        blocks: Sequence[Block] | None,
+        tell: Progress,
+    ):
         self._model = model
         self._step = step
-        self._tell = progress
+        self._tell = tell
         share = _checked(budget)
-        self.device = device_of(model)
-        blocks = find_blocks(model)
+        self._device = device_of(model)
         self.profiled: Profiled = profile_step(
-            model, step, blocks=blocks, progress=lambda text, part: progress(text, 0.4 * part)
+            model, step, blocks=blocks, progress=lambda text, part: tell(text, 0.4 * part)
         )
         self.planner = Planner(self.profiled.profile)
         self.budget_bytes = self._bytes_of(budget, share)
-        self._target = self.budget_bytes
 
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        return self.profiled.blocks
+    def run(self, *, repeats: int) -> _Found:
+        """Plans, and plans again for less while the step takes more than the solver thought.
 
-    def search(self) -> None:
-        """Plans until the dry run of the planned step, the same runtime on fake tensors, stays within the budget."""
+        The solver adds up blocks; the dry run and the measurement see the step as a whole.
+
+        Args:
+            repeats: how many steps are timed.
+        """
+        target = self.budget_bytes
         for _ in range(_ROUNDS):
             self._tell("planning", 0.45)
-            self.solution = self.planner.find(self._target)
-            peak = self._dry_peak(self.solution.plan)
-            self.plan = msgspec.structs.replace(
-                self.solution.plan,
-                model_type=type(self._model).__name__,
-                budget_bytes=self.budget_bytes,
-                predicted_peak_bytes=peak,
-                predicted_plain_peak_bytes=self.profiled.plain.peak_bytes,
-            )
+            solution = self._solve(target)
+            peak = self._dry_peak(solution.plan)
             if peak <= self.budget_bytes:
-                return
-            self._tighten(peak)
-        raise self._never_held("predicted")
-
-    def hold_when_measured(self) -> Measurement:
-        """Measures the planned step, and plans again while it takes more than the budget."""
-        for _ in range(_ROUNDS):
-            self._tell("measuring the planned step", 0.55)
-            with attached(self._model, self.plan):
-                measured = [measure(self._model, self._step, variant=v) for v in range(self._step.variants)]
-            heaviest = max(measured, key=lambda one: one.peak_bytes)
-            if heaviest.peak_bytes <= self.budget_bytes:
-                return measured[self.profiled.variant]
-            self._tighten(heaviest.peak_bytes)
-            self.search()
-        raise self._never_held("measured")
+                self._tell("measuring the planned step", 0.55)
+                measured = self._measure(solution.plan, repeats)
+                if measured.peak_bytes <= self.budget_bytes:
+                    plan = self._finished(solution.plan, peak)
+                    return _Found(solution=solution, plan=plan, dry_peak_bytes=peak, measured=measured)
+                peak = measured.peak_bytes
+            target -= peak - self.budget_bytes
+        raise self._refusal()
 
     def plain_fits(self) -> bool:
         """Whether the plain step is known to fit beside what is in memory now."""
         extra = self.profiled.plain.peak_bytes - self.profiled.plain.parameter_bytes
-        return extra <= room_bytes(self.device) * (1 - _RESERVE)
+        return extra <= room_bytes(self._device) * (1 - _RESERVE)
+
+    def _solve(self, target: int) -> Solution:
+        """The plan for a target, which may be below the budget; at worst the plan with the smallest peak."""
+        try:
+            return self.planner.find(target)
+        except (BudgetError, InputError):
+            smallest = self.planner.smallest
+            if self._dry_peak(smallest.plan) <= self.budget_bytes:
+                return smallest
+            raise self._refusal() from None
+
+    def _measure(self, plan: Plan, repeats: int) -> Measurement:
+        with attached(self._model, plan):
+            taken = [
+                measure(self._model, self._step, variant=variant, repeats=repeats)
+                for variant in range(self._step.variants)
+            ]
+        return max(taken, key=lambda one: one.peak_bytes)
 
     def _dry_peak(self, plan: Plan) -> int:
+        profiled = self.profiled
         with attached(self._model, plan):
             runs = [
-                dry_run(self._model, self._step, self.blocks, variant=v, knowledge=self.profiled.costs.knowledge)
+                dry_run(self._model, self._step, profiled.blocks, variant=v, knowledge=profiled.costs.knowledge)
                 for v in range(self._step.variants)
             ]
         return max(run.peak_bytes for run in runs)
 
-    def _tighten(self, peak_bytes: int) -> None:
-        self._target -= peak_bytes - self.budget_bytes
+    def _finished(self, plan: Plan, peak_bytes: int) -> Plan:
+        return msgspec.structs.replace(
+            plan,
+            model_type=type(self._model).__name__,
+            budget_bytes=self.budget_bytes,
+            predicted_peak_bytes=peak_bytes,
+            predicted_plain_peak_bytes=self.profiled.plain.peak_bytes,
+        )
 
     def _bytes_of(self, budget: str | int | float, share: tuple[float, bool] | None) -> int:
         if share is None:
             return parse_bytes(budget)
         part, of_device = share
-        return int(part * (total_bytes(self.device) if of_device else self.profiled.plain.peak_bytes))
+        return int(part * (total_bytes(self._device) if of_device else self.profiled.plain.peak_bytes))
 
-    def _never_held(self, how: str) -> BudgetError:
+    def _refusal(self) -> BudgetError:
+        smallest = math.ceil(self._dry_peak(self.planner.smallest.plan) * (1 + _DRY_RUN_ERROR))
+        cause = explain_peak(self.profiled.profile, self.planner.smallest.timeline)
         return BudgetError(
-            f"no plan for {type(self._model).__name__} stayed within {format_bytes(self.budget_bytes)}"
-            f" when its step was {how}; raise the budget",
+            f"no plan fits {format_bytes(self.budget_bytes)}: the smallest peak is {format_bytes(smallest)}"
+            f" ({smallest} bytes). {cause}",
             budget_bytes=self.budget_bytes,
+            smallest_bytes=smallest,
         )
 
 
@@ -279,11 +324,25 @@ def _checked(budget: str | int | float) -> tuple[float, bool] | None:
     return share
 
 
+def _prove_regions(model: nn.Module, step: Step, plan: Plan, profiled: Profiled) -> Proof:
+    """The proof region by region, for every batch."""
+    proofs = [verify_regions(model, step, plan, calls, variant) for variant, calls in enumerate(profiled.calls)]
+    return Proof(
+        scope="region by region",
+        losses=sum(proof.losses for proof in proofs),
+        gradients=sum(proof.gradients for proof in proofs),
+        buffers=sum(proof.buffers for proof in proofs),
+        rng_states=sum(proof.rng_states for proof in proofs),
+        differences=tuple(difference for proof in proofs for difference in proof.differences),
+    )
+
+
 def _refuse_differences(proof: Proof) -> None:
     if proof.differences:
-        raise InputError(
+        raise ReplayMismatchError(
             f"the plan would change the results of this model: {', '.join(proof.differences[:3])} differ when their"
-            " region is computed again. Find out with rf.verify, and leave that block out"
+            " region is computed again. Does the block give the same twice, run plainly? If it does, leave it out of"
+            " `blocks` and report it"
         )
 
 
@@ -297,6 +356,3 @@ def _frontier(planner: Planner) -> tuple[FrontierPoint, ...]:
         )
         for point in trace_frontier(planner, _FRONTIER_POINTS)
     )
-
-
-__all__ = ["FitReport", "FrontierPoint", "Prediction", "Proof", "explain", "fit", "fit_report"]

@@ -91,6 +91,9 @@ class Save(_Data, frozen=True, kw_only=True, tag="save"):
 
     at: Place = Device()
 
+    def __post_init__(self):
+        _check_place(self.at)
+
 
 class Recompute(_Data, frozen=True, kw_only=True, tag="recompute"):
     """Only the block's inputs are kept, and what `save` selects; the rest is computed again when backward needs it.
@@ -105,8 +108,12 @@ class Recompute(_Data, frozen=True, kw_only=True, tag="recompute"):
 
     def __post_init__(self):
         msgspec.structs.force_setattr(self, "save", selectors(self.save))
-        if not isinstance(self.at, Place):
-            raise InputError(f"a place is Device(), not {self.at!r}")
+        _check_place(self.at)
+
+
+def _check_place(place: object) -> None:
+    if not isinstance(place, Place):
+        raise InputError(f"a place is Device(), not {place!r}")
 
 
 Policy = Save | Recompute

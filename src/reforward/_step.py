@@ -35,6 +35,11 @@ class Step:
     def __post_init__(self):
         if not callable(self.loss_fn):
             raise StepError(f"a step's loss_fn must be callable, not {self.loss_fn!r}")
+        if self.batches is not None and not isinstance(self.batches, (list, tuple)):
+            raise StepError(
+                f"a step's batches must be a list, one entry per batch that occurs, not {type(self.batches).__name__};"
+                " write Step(loss_fn, [batch], ...)"
+            )
         if self.batches is not None and len(self.batches) == 0:
             raise StepError("a step needs at least one batch; leave `batches` out if loss_fn takes none")
         if not isinstance(self.accumulate, int) or self.accumulate < 1:

@@ -220,3 +220,13 @@ def in_transform() -> bool:
     """
     in_func = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
     return in_func or torch.autograd.forward_ad._current_level >= 0
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an exception says that an operation needs a tensor's values and the tensor is fake.
+
+    Checked on 2.13.0: these are what a fake mode raises for `.item()` and for shapes that depend on data.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def total_bytes(device: torch.device) -> int:
@@ -32,18 +32,42 @@ def room_bytes(device: torch.device) -> int:
 
 
 def _limits() -> Iterator[int]:
-    """Limits set on this process: by setrlimit, and by its control group."""
+    """Limits set on this process: by setrlimit, and by its control groups."""
     yield from (limit for limit, _ in _resource_limits())
-    if (limit := _read(_CGROUP / "memory.max")) is not None:
-        yield limit
+    yield from (limit for limit, _ in group_limits())
 
 
 def _rooms(process: psutil.Process) -> Iterator[int]:
-    for limit, used in _resource_limits(process):
-        yield limit - used
-    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        yield limit - used
+    yield from (limit - used for limit, used in _resource_limits(process))
+    yield from (limit - used for limit, used in group_limits())
+
+
+def group_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
+    """Limits on memory of this process's control group and of those around it, each with what is used of it.
+
+    Args:
+        membership: lines `number:controllers:path` (version 1) or `0::path` (version 2).
+        root: where the groups are mounted.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (_read(folder / name) for name in names)
+            if limit is not None and used is not None:
+                yield limit, used
+            if folder == base:
+                break
 
 
 def _resource_limits(process: psutil.Process | None = None) -> Iterator[tuple[int, int]]:

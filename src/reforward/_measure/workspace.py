@@ -96,6 +96,13 @@ class OutputSizes(TorchDispatchMode):
             self.bytes_by_output[key, position] = max(size, self.bytes_by_output.get((key, position), 0))
         return outputs
 
+    def merged(self, other: OutputSizes) -> OutputSizes:
+        """The largest size of each output."""
+        result = OutputSizes()
+        for key in {**self.bytes_by_output, **other.bytes_by_output}:
+            result.bytes_by_output[key] = max(self.bytes_by_output.get(key, 0), other.bytes_by_output.get(key, 0))
+        return result
+
     def lookup(self, func: Any, args: tuple[Any, ...], position: int) -> int:
         """The largest size seen of that output, for inputs of these shapes; 0 if none was."""
         return self.bytes_by_output.get((_key(func, args), position), 0)

@@ -103,6 +103,13 @@ class Knowledge:
     workspaces: Workspaces = field(default_factory=Workspaces)
     output_sizes: OutputSizes = field(default_factory=OutputSizes)
 
+    def merged(self, other: Knowledge) -> Knowledge:
+        """What either knows."""
+        return Knowledge(
+            workspaces=self.workspaces.merged(other.workspaces),
+            output_sizes=self.output_sizes.merged(other.output_sizes),
+        )
+
 
 def dry_run(
     model: nn.Module, step: Step, blocks: Sequence[Block], *, variant: int = 0, knowledge: Knowledge | None = None
@@ -121,17 +128,23 @@ def dry_run(
     except ReforwardError:
         raise
     except Exception as error:
-        fact = (str(error).splitlines() or [""])[0]
-        raise DryRunError(
-            f"{type(model).__name__} can't be run on tensors without values ({type(error).__name__}: {fact});"
-            " its forward must not look at what tensors hold, as .item() or shapes that depend on data do"
-        ) from error
+        raise _refusal(model, error) from error
     if blocks and not result.calls:
         raise StepError(
             f"the step never calls a block of {type(model).__name__} ({blocks[0].path!r}, ...);"
             " is it another model's step?"
         )
     return result
+
+
+def _refusal(model: nn.Module, error: Exception) -> DryRunError:
+    fact = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    cause = (
+        "Its forward looks at what tensors hold, as .item() or shapes that depend on data do"
+        if _torch.needs_values(error)
+        else "If the step runs by itself, something in it has no form for such tensors: an operation, or .numpy()"
+    )
+    return DryRunError(f"{type(model).__name__} can't be run on tensors without values ({fact}). {cause}")
 
 
 def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant: int, knowledge: Knowledge) -> DryRun:

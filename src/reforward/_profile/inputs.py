@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from reforward import _torch
 from reforward._blocks import modules_by_path
+from reforward._errors import DryRunError
 from reforward._profile.dry import BlockCall
+from reforward._runtime import Ambient
 
 
 class _Link:
@@ -22,7 +25,7 @@ class _Link:
 
 
 class CallInputs:
-    """Arguments of a block call, kept by value.
+    """Arguments of a block call, kept by value, and the autocast that was on.
 
     Args:
         requires_grad: of each tensor among the arguments, in order.
@@ -33,6 +36,7 @@ class CallInputs:
         leaves, self._structure = _torch.flatten((args, kwargs))
         positions = {id(leaf): index for index, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
         wants = iter(requires_grad)
+        self._ambient = Ambient.capture(tuple({"cpu", *(t.device.type for t in leaves if isinstance(t, torch.Tensor))}))
         self._leaves = [
             (copy.copy(leaf), False)
             if not isinstance(leaf, torch.Tensor)
@@ -47,12 +51,22 @@ class CallInputs:
         leaves = [
             previous[leaf.index]
             if isinstance(leaf, _Link)
-            else leaf.detach().requires_grad_(wants)
+            else leaf.detach().clone().requires_grad_(wants)
             if isinstance(leaf, torch.Tensor)
             else copy.copy(leaf)
             for leaf, wants in self._leaves
         ]
         return _torch.unflatten(leaves, self._structure)
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Autocast and attention backends as they were at the call."""
+        entered = self._ambient.enter()
+        try:
+            yield
+        finally:
+            if entered is not None:
+                entered.close()
 
 
 def capture_inputs(
@@ -69,14 +83,20 @@ def capture_inputs(
         calls: all of them, as the dry run met them.
         wanted: indices of those whose arguments are kept.
         linked: those of them that take the output of the call before as it comes, so that it needn't be kept.
+
+    Raises:
+        DryRunError: `run` makes other calls than the dry run did.
     """
     by_path = modules_by_path(model)
     found: dict[int, CallInputs] = {}
-    count = iter(range(len(calls)))
+    made = 0
     last_output: list[Any] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        index = next(count)
+        nonlocal made
+        index, made = made, made + 1
+        if index >= len(calls) or by_path[calls[index].block.path] is not module:
+            raise _other_calls(model, index)
         if index in wanted:
             flags = [wants for _, _, wants in calls[index].inputs]
             found[index] = CallInputs(args, kwargs, flags, last_output if index in linked else ())
@@ -93,4 +113,13 @@ def capture_inputs(
     finally:
         for handle in handles:
             handle.remove()
+    if made != len(calls):
+        raise _other_calls(model, made)
     return found
+
+
+def _other_calls(model: nn.Module, index: int) -> DryRunError:
+    return DryRunError(
+        f"{type(model).__name__} calls other blocks (from block call {index} on) than it does on tensors without values"
+        " or than it did a moment ago; give a step whose forward takes the same way each time"
+    )

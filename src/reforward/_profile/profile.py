@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 
 from reforward._blocks import Block, find_blocks, modules_by_path
 from reforward._errors import DryRunError
-from reforward._policy import Policy, Recompute, Save
-from reforward._profile.dry import DryRun, Segment, dry_run
-from reforward._profile.real import RealCosts, real_costs, signature
+from reforward._plan import Plan, Region
+from reforward._policy import Policy, Save
+from reforward._profile.dry import BlockCall, DryRun, Segment, dry_run
+from reforward._profile.real import RealCosts, learn_variant, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
 from reforward._step import Step
@@ -35,6 +36,7 @@ class Profiled:
         profile: what the solver sees.
         blocks: the blocks found.
         plain: the dry run without a plan, of the heaviest batch.
+        calls: the block calls of each batch.
         costs: what real kernels told.
         variant: the heaviest batch.
     """
@@ -42,6 +44,7 @@ class Profiled:
     profile: Profile
     blocks: tuple[Block, ...]
     plain: DryRun
+    calls: tuple[tuple[BlockCall, ...], ...]
     costs: RealCosts
     variant: int
 
@@ -55,7 +58,7 @@ def profile(
     random streams stay as they are. Of several batches, the one whose plain step needs most is profiled.
 
     Args:
-        model: the model; a plan that is on it is suspended meanwhile.
+        model: the model; a plan that is on it is taken off meanwhile.
         step: the step, or a function without arguments that returns its loss.
         blocks: as `find_blocks` gives them; None finds them.
 
@@ -74,20 +77,32 @@ def profile_step(
     progress: Progress = lambda text, share: None,
 ) -> Profiled:
     """`profile`, with what it was made from."""
-    found = tuple(blocks) if blocks is not None else find_blocks(model)
+    # What overwrites its input can't be computed again from it, so it isn't a block here.
+    found = tuple(block for block in blocks or find_blocks(model) if not block.overwrites_input)
     with attached(model, none()):
         progress("dry run of the plain step", 0.0)
         first = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
         variant = max(range(step.variants), key=lambda index: first[index].peak_bytes)
         progress("timing the blocks", 0.2)
         costs = real_costs(model, step, first[variant].calls, variant)
-        runs: dict[Policy, DryRun] = {}
-        for number, policy in enumerate(costs.policies):
-            progress("dry runs of the options", 0.5 + 0.5 * number / len(costs.policies))
-            with attached(model, policy if isinstance(policy, Recompute) else none()):
-                runs[policy] = dry_run(model, step, found, variant=variant, knowledge=costs.knowledge)
+        for other in range(step.variants):
+            if other != variant:
+                known = learn_variant(model, step, first[other].calls, other, costs.knowledge)
+                costs = replace(costs, knowledge=known)
+    runs: dict[Policy, DryRun] = {}
+    for number, policy in enumerate(costs.policies):
+        progress("dry runs of the options", 0.5 + 0.5 * number / len(costs.policies))
+        with attached(model, Plan(nodes=tuple(Region(path=block.path, policy=policy) for block in found))):
+            runs[policy] = dry_run(model, step, found, variant=variant, knowledge=costs.knowledge)
     made = _assemble(model, found, runs, costs)
-    return Profiled(profile=made, blocks=found, plain=runs[Save()], costs=costs, variant=variant)
+    return Profiled(
+        profile=made,
+        blocks=found,
+        plain=runs[Save()],
+        calls=tuple(run.calls for run in first),
+        costs=costs,
+        variant=variant,
+    )
 
 
 def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryRun], costs: RealCosts) -> Profile:

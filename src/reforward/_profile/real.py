@@ -7,8 +7,9 @@ one block of each kind runs forward and backward by itself, under every policy i
 
 from __future__ import annotations
 
-import inspect
+import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from torch import nn
 
 from reforward import _torch
 from reforward._blocks import modules_by_path
+from reforward._errors import ReplayError
 from reforward._measure.measure import device_of
 from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
 from reforward._measure.trace import record
 from reforward._measure.workspace import OutputSizes, Workspaces
+from reforward._plan import Plan, Region
 from reforward._policy import Policy, Recompute, Save, selectors
 from reforward._profile.dry import BlockCall, Knowledge
 from reforward._profile.inputs import CallInputs, capture_inputs
@@ -80,24 +83,12 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
     """Times and profiles the parts of a step. The model must have no plan on it; it stays as it is."""
     device = device_of(model)
     with preserved(model, also=step_inputs(step)):
-        by_path = modules_by_path(model)
-        signatures = [signature(by_path[call.block.path], call) for call in calls]
-        first = {key: index for index, key in reversed(list(enumerate(signatures)))}
-        inputs, outside_seconds, knowledge = _forward(model, step, calls, first.values(), variant, device)
+        cases, outside_seconds, knowledge = _cases(model, step, calls, variant, device)
         bench = _Bench(model, device)
-        cases = {
-            key: _Case(
-                path=calls[index].block.path,
-                module=by_path[calls[index].block.path],
-                inputs=inputs[index],
-                graded=calls[index].graded,
-            )
-            for key, index in first.items()
-        }
         policies = _policies(set().union(*(case.families() for case in cases.values())))
         for case in cases.values():
             knowledge = bench.learn(case, knowledge)
-        blocks = {key: bench.seconds(case, policies) for key, case in cases.items()}
+        blocks = dict(zip(cases, bench.seconds(list(cases.values()), policies), strict=True))
     return RealCosts(
         knowledge=knowledge,
         policies=policies,
@@ -107,11 +98,45 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
     )
 
 
+def learn_variant(
+    model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int, known: Knowledge
+) -> Knowledge:
+    """Adds what the kernels of another batch need."""
+    device = device_of(model)
+    with preserved(model, also=step_inputs(step)):
+        cases, _, own = _cases(model, step, calls, variant, device)
+        bench = _Bench(model, device)
+        known = known.merged(own)
+        for case in cases.values():
+            known = bench.learn(case, known)
+    return known
+
+
 def _policies(families: set[str]) -> tuple[Policy, ...]:
     """The policies worth trying where these families of operations run."""
     heavy = [family for family in ("attention", "matmul", "conv") if family in families]
     sets = [[family] for family in heavy] + ([heavy] if len(heavy) > 1 else [])
     return (Save(), Recompute(), *(Recompute(save=selectors(chosen)) for chosen in sets))
+
+
+def _cases(
+    model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int, device: torch.device
+) -> tuple[dict[Signature, _Case], float, Knowledge]:
+    """One case of each signature, the forward's seconds outside of blocks, and what its kernels need."""
+    by_path = modules_by_path(model)
+    signatures = [signature(by_path[call.block.path], call) for call in calls]
+    first = {key: index for index, key in reversed(list(enumerate(signatures)))}
+    inputs, seconds, knowledge = _forward(model, step, calls, first.values(), variant, device)
+    cases = {
+        key: _Case(
+            path=calls[index].block.path,
+            module=by_path[calls[index].block.path],
+            inputs=inputs[index],
+            graded=calls[index].graded,
+        )
+        for key, index in first.items()
+    }
+    return cases, seconds, knowledge
 
 
 def _forward(
@@ -127,7 +152,7 @@ def _forward(
     with sizes:
         inputs = capture_inputs(model, calls, lambda: step.loss(variant), wanted=wanted)
     with torch.no_grad():
-        seconds = min(_seconds_outside(model, calls, lambda: step.loss(variant), device) for _ in range(_REPEATS))
+        seconds = min(_seconds_outside(model, calls, lambda: step.loss(variant), device) for _ in range(2))
         trace = record(lambda: step.loss(variant), device=device, shapes=True)
     return inputs, seconds, Knowledge(workspaces=Workspaces.from_trace(trace), output_sizes=sizes)
 
@@ -170,17 +195,26 @@ class _Case:
     def families(self) -> set[str]:
         """The families of operations that the block's forward is written with."""
         args, kwargs = self.inputs.fresh()
-        with torch.no_grad(), families_of() as found:
+        with torch.no_grad(), self.inputs.settings(), families_of() as found:
             self.module(*args, **kwargs)
         return found
 
     def run(self, device: torch.device) -> tuple[float, float]:
-        """Runs it forward and backward; the seconds of each."""
+        """Runs it forward and backward; the seconds of each.
+
+        Raises:
+            ReplayError: it can't be run by itself, as a block that overwrites its input can't.
+        """
         args, kwargs = self.inputs.fresh()
         sources = [t for t in (*_torch.tensors_in((args, kwargs)), *self.module.parameters()) if t.requires_grad]
         begin = _now(device)
-        with torch.enable_grad():
-            outputs = _torch.tensors_in(self.module(*args, **kwargs))
+        try:
+            with torch.enable_grad(), self.inputs.settings():
+                outputs = _torch.tensors_in(self.module(*args, **kwargs))
+        except RuntimeError as error:
+            raise ReplayError(
+                f"block {self.path!r} can't be run by itself: {error}. Leave it out: name the others with blocks="
+            ) from error
         forward = _now(device) - begin
         graded = [outputs[index] for index in self.graded]
         ones = [torch.ones_like(t) for t in graded]
@@ -207,42 +241,56 @@ class _Bench:
             workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
         )
 
-    def seconds(self, case: _Case, policies: Sequence[Policy]) -> dict[Policy, BlockSeconds]:
-        """Durations under each policy: the least of some interleaved runs."""
-        runs: dict[Policy, list[tuple[float, float]]] = {policy: [] for policy in policies}
+    def seconds(self, cases: Sequence[_Case], policies: Sequence[Policy]) -> list[dict[Policy, BlockSeconds]]:
+        """Durations of each case under each policy: the least of some interleaved runs."""
+        runs = [{policy: [] for policy in policies} for _ in cases]
         for _ in range(_REPEATS):
             for policy in policies:
-                with attached(self._model, {case.path: policy}):
-                    runs[policy].append(case.run(self._device))
-        best = {policy: (min(f for f, _ in taken), min(b for _, b in taken)) for policy, taken in runs.items()}
-        forward, backward = best[policies[0]]
-        return {
-            policy: BlockSeconds(forward=forward, backward=backward, replay=max(0.0, f + b - forward - backward))
-            for policy, (f, b) in best.items()
-        }
+                nodes = tuple(Region(path=case.path, policy=policy) for case in cases)
+                with attached(self._model, Plan(nodes=nodes)):
+                    for case, taken in zip(cases, runs, strict=True):
+                        taken[policy].append(case.run(self._device))
+        return [_least(taken) for taken in runs]
+
+
+def _least(runs: dict[Policy, list[tuple[float, float]]]) -> dict[Policy, BlockSeconds]:
+    best = {policy: (min(f for f, _ in taken), min(b for _, b in taken)) for policy, taken in runs.items()}
+    forward, backward = best[Save()]
+    return {
+        policy: BlockSeconds(forward=forward, backward=backward, replay=max(0.0, f + b - forward - backward))
+        for policy, (f, b) in best.items()
+    }
 
 
 def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
-    """Estimated from steps on a copy of some parameters."""
+    """Estimated from steps of a copy of the optimizer on copies of some elements of the parameters."""
     if optimizer is None:
         return 0.0
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    total = sum(p.numel() for p in parameters)
-    sample, counted = [], 0
-    for parameter in parameters:
-        if counted < _OPTIMIZER_ELEMENTS:
-            sample.append(nn.Parameter(parameter.detach().clone()))
-            counted += parameter.numel()
-    trial = type(optimizer)(sample, **_settings(optimizer))
-    for parameter in sample:
-        parameter.grad = torch.zeros_like(parameter)
+    trial = copy.copy(optimizer)
+    trial.__dict__.pop("step", None)  # a scheduler's wrapper, which would step the real one
+    trial.state = defaultdict(dict)
+    trial.param_groups, left, total = [], _OPTIMIZER_ELEMENTS, 0
+    for group in optimizer.param_groups:
+        samples = []
+        for parameter in group["params"]:
+            total += parameter.numel() * parameter.requires_grad
+            rows = _rows_within(parameter, left) if parameter.requires_grad else 0
+            if rows:
+                samples.append(nn.Parameter(parameter.detach().reshape(-1, *parameter.shape[1:])[:rows].clone()))
+                left -= samples[-1].numel()
+        trial.param_groups.append({**group, "params": samples})
+    for group in trial.param_groups:
+        for sample in group["params"]:
+            sample.grad = torch.zeros_like(sample)
     trial.step()
-    return min(_timed(trial.step, device) for _ in range(_REPEATS)) * total / max(counted, 1)
+    taken = min(_timed(trial.step, device) for _ in range(_REPEATS))
+    return taken * total / max(_OPTIMIZER_ELEMENTS - left, 1)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    accepted = inspect.signature(type(optimizer)).parameters
-    return {key: value for key, value in optimizer.param_groups[0].items() if key in accepted and key != "params"}
+def _rows_within(parameter: torch.Tensor, elements: int) -> int:
+    """How many rows of a parameter have at most so many elements."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return min(rows, elements * rows // max(parameter.numel(), 1))
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -133,7 +133,8 @@ def _compared(text: Callable[[float], str], predicted: float, measured: float | 
 
 
 def _solver_line(report: FitReport) -> Text:
-    text = f"solver: {report.solver_status}, gap {report.solver_gap:.2%}, {format_seconds(report.solver_seconds)}"
+    gap = "nothing proven" if report.solver_gap is None else f"gap {report.solver_gap:.2%}"
+    text = f"solver: {report.solver_status}, {gap}, {format_seconds(report.solver_seconds)}"
     return Text(text, style="dim")
 
 

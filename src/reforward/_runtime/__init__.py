@@ -3,10 +3,12 @@
 from reforward._runtime.attach import attach, attached, detach, plan_of, suspended
 from reforward._runtime.checkpoint import checkpoint
 from reforward._runtime.depth import is_replaying
+from reforward._runtime.fence import Ambient
 from reforward._runtime.selective import families_of
 from reforward._runtime.streams import RngState
 
 __all__ = [
+    "Ambient",
     "RngState",
     "attach",
     "attached",
