@@ -1,0 +1,429 @@
+"""The line in one call: what a fitted step takes, what `fit` leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+import reforward as rf
+from reforward import _fit
+from reforward._cli import main
+from reforward._fit import fit_report
+from reforward._measure.room import total_bytes
+from reforward._profile import DryRun, profile_step
+from untouched import fingerprint
+
+
+def small_gpt() -> tuple[nn.Module, rf.Step]:
+    """Mostly activations: static memory is a tenth of the plain peak."""
+    model, loss = models.gpt(layers=3, width=32, batch=2, time=64)
+    return model.train(), rf.Step(loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def deep_gpt() -> tuple[nn.Module, rf.Step]:
+    """Deep enough that a quarter of its activations can be met."""
+    model, loss = models.gpt(layers=10, width=32, batch=2, time=64)
+    return model.train(), rf.Step(loss, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def share_of_activations(model: nn.Module, step: rf.Step, share: float) -> int:
+    """A budget: static memory and a share of what the plain step takes above it."""
+    plain = rf.measure(model, step, repeats=1)
+    return plain.static_bytes + int(share * (plain.peak_bytes - plain.static_bytes))
+
+
+# What a fitted step takes
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("percents", [(80, 40, 25), pytest.param((60, 50, 30), marks=pytest.mark.slow)], ids=str)
+def test_the_planned_step_stays_within_the_budget(percents: tuple[int, ...], monkeypatch: Any) -> None:
+    model, step = deep_gpt()
+    plain = rf.measure(model, step, repeats=1)
+    profiled = profile_step(model, step)  # once for all budgets
+    monkeypatch.setattr(_fit, "profile_step", lambda *args, **options: profiled)
+    for percent in percents:
+        budget = plain.static_bytes + (plain.peak_bytes - plain.static_bytes) * percent // 100
+        plan = rf.fit(model, step, budget)
+        measured = rf.measure(model, step, repeats=1)
+        rf.detach(model)
+        assert measured.peak_bytes <= budget
+        assert plan.predicted_peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+        assert plan.budget_bytes == budget
+        assert plan.model_type == "GPT"
+        assert plan.predicted_seconds > plan.predicted_plain_seconds > 0
+    assert rf.verify(model, step, plan).differences == ()
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_models_with_buffers_and_workspaces(name: str) -> None:
+    model, loss = getattr(models, name)(width=16, size=32)
+    step = rf.Step(loss)
+    budget = share_of_activations(model, step, 0.75)
+    plan = rf.fit(model, step, budget)
+    measured = rf.measure(model, step, repeats=1)
+    assert measured.peak_bytes <= budget
+    assert plan.predicted_peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
+    assert plan.nodes
+
+
+def test_a_transformers_model() -> None:
+    model, loss = models.build("gpt2")
+    budget = share_of_activations(model, rf.Step(loss), 0.6)
+    plan = rf.fit(model, loss, budget)
+    assert {region.path for region in plan.regions()} <= {f"transformer.h.{index}" for index in range(3)}
+    assert rf.measure(model, loss, repeats=1).peak_bytes <= budget
+
+
+def test_one_plan_holds_for_every_length() -> None:
+    model, _ = models.gpt(layers=4, width=32)
+    batches = [torch.randint(0, models.VOCABULARY, shape) for shape in ((4, 32), (4, 64), (1, 48))]
+    step = rf.Step(
+        lambda ids: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        batches,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    plain = [rf.measure(model, step, variant=v, repeats=1).peak_bytes for v in range(3)]
+    budget = int(0.6 * max(plain))
+    plan = rf.fit(model, step, budget)
+    peaks = [rf.measure(model, step, variant=v, repeats=1).peak_bytes for v in range(3)]
+    assert max(peaks) <= budget < max(plain)
+    assert plan.predicted_peak_bytes == pytest.approx(max(peaks), rel=0.02)
+
+
+def test_a_budget_above_the_plain_peak_recomputes_nothing() -> None:
+    model, step = small_gpt()
+    plan = rf.fit(model, step, "1GiB")
+    assert plan.nodes == ()
+    assert plan.predicted_peak_bytes == plan.predicted_plain_peak_bytes
+    assert plan.budget_bytes == 2**30
+
+
+def test_budgets_in_words() -> None:
+    model, step = small_gpt()
+    plan = rf.fit(model, step, "60%")
+    assert plan.budget_bytes == int(0.6 * plan.predicted_plain_peak_bytes)
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    rest = rf.fit(model, step.loss_fn, "60%device")
+    assert rest.budget_bytes == int(0.6 * total_bytes(torch.device("cpu")))
+    assert rest.nodes == (), "the plan that was on the model is replaced"
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_plan_that_takes_more_than_predicted_is_made_again(monkeypatch: Any) -> None:
+    """Where dry runs see too little, measurements decide."""
+    right = _fit.dry_run
+
+    def optimistic(*args: Any, **options: Any) -> DryRun:
+        found = right(*args, **options)
+        return replace(found, peak_bytes=int(0.9 * found.peak_bytes))
+
+    model, step = small_gpt()
+    budget = share_of_activations(model, step, 0.7)
+    monkeypatch.setattr(_fit, "dry_run", optimistic)
+    plan = rf.fit(model, step, budget)
+    assert rf.measure(model, step, repeats=1).peak_bytes <= budget
+    assert plan.predicted_peak_bytes < 0.95 * budget
+
+
+# What it leaves behind
+# ---------------------------------------------------------------------------------------------------------
+
+
+def trained(steps: int, fitted_before: int | None) -> dict[str, Any]:
+    """What training leaves of a model that draws and counts, with `fit` called before one of its steps or never."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model, batch = Mixed(), torch.randn(256, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = rf.Step(lambda: model(batch).square().mean(), optimizer=optimizer)
+    losses = []
+    for index in range(steps):
+        if index == fitted_before:
+            budget = share_of_activations(model, step, 0.75)
+            before = fingerprint(model, optimizer)
+            plan = rf.fit(model, step, budget)
+            assert plan.nodes
+            rf.detach(model)
+            assert fingerprint(model, optimizer) == before
+            rf.attach(model, plan)
+        losses.append(step.run().item())
+    return {
+        "losses": losses,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],
+        "streams": (torch.get_rng_state(), random.getstate()),
+        "gradients": [p.grad for p in model.parameters()],
+    }
+
+
+class Mixed(nn.Module):
+    """Blocks with everything that a step changes: dropout, Python's stream, running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet = nn.Linear(8, 32)
+        self.layers = nn.ModuleList(MixedBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MixedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 128), nn.BatchNorm1d(128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.norm(self.up(x))) * random.uniform(0.9, 1.1)
+        return x + self.down(F.dropout(h, 0.1, self.training))
+
+
+@pytest.mark.parametrize("fitted_before", [0, 2], ids=["before training", "amid training"])
+def test_training_goes_on_as_if_fit_had_not_been_called(fitted_before: int) -> None:
+    never, fitted = trained(4, None), trained(4, fitted_before)
+    assert never["losses"] == fitted["losses"]
+    torch.testing.assert_close(fitted, never, rtol=0, atol=0)
+
+
+def test_gradients_that_are_there_stay() -> None:
+    model, step = small_gpt()
+    step.run(optimize=False)
+    before = fingerprint(model, step.optimizer)
+    rf.fit(model, step, "80%")
+    rf.detach(model)
+    assert fingerprint(model, step.optimizer) == before
+
+
+# The report
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_step_that_fits() -> None:
+    model, step = small_gpt()
+    before = fingerprint(model, step.optimizer)
+    told: list[float] = []
+    report = fit_report(model, step, "70%", progress=lambda text, share: told.append(share))
+    assert fingerprint(model, step.optimizer) == before, "the plan isn't put on"
+    assert told[-1] > 0.9
+    assert report.proof.scope == "whole step"
+    assert report.proof.differences == ()
+    assert report.proof.gradients == len(list(model.parameters()))
+    assert report.measured_plain.peak_bytes == pytest.approx(report.predicted_plain.peak_bytes, rel=0.02)
+    assert report.measured_planned.peak_bytes == pytest.approx(report.predicted_planned.peak_bytes, rel=0.02)
+    assert report.measured_planned.peak_bytes <= report.budget_bytes == report.plan.budget_bytes
+    assert sum(report.breakdown.values()) == report.predicted_plain.peak_bytes
+    assert report.solver_status == "optimal"
+    assert all(point.peak_bytes <= point.budget_bytes for point in report.frontier)
+    assert [p.budget_bytes for p in report.frontier] == sorted(p.budget_bytes for p in report.frontier)
+    assert [p.seconds for p in report.frontier] == sorted((p.seconds for p in report.frontier), reverse=True)
+
+
+def test_a_plain_step_that_may_not_fit_is_never_run(monkeypatch: Any) -> None:
+    model, step = small_gpt()
+    monkeypatch.setattr(_fit, "room_bytes", lambda device: step_bytes // 2)
+    step_bytes = rf.measure(model, step, repeats=1).peak_bytes
+    ran: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda module, args: ran.append(torch.is_grad_enabled() and "forward" not in vars(model.layers[0]))  # pyright: ignore
+    )
+    report = fit_report(model, step, "60%")
+    assert report.measured_plain is None
+    assert report.proof.scope == "region by region"
+    assert report.proof.differences == ()
+    assert len(ran) > 5
+
+
+def test_explain_sums_to_the_peak() -> None:
+    model, step = small_gpt()
+    before = fingerprint(model, step.optimizer)
+    parts = rf.explain(model, step)
+    assert fingerprint(model, step.optimizer) == before
+    assert sum(parts.values()) == pytest.approx(rf.measure(model, step, repeats=1).peak_bytes, rel=0.001)
+    assert parts["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert parts["optimizer"] == parts["parameters"]
+    assert [part for part in parts if part.startswith("block:")] == [f"block:layers.{index}" for index in range(3)]
+
+
+# What it refuses
+# ---------------------------------------------------------------------------------------------------------
+
+
+def resnet() -> tuple[nn.Module, rf.Step]:
+    model, loss = models.resnet(width=16)
+    return model, rf.Step(loss)
+
+
+@pytest.mark.parametrize("make", [small_gpt, resnet])
+def test_the_smallest_budget_that_is_named_can_be_met(make: Callable[[], tuple[nn.Module, rf.Step]]) -> None:
+    model, step = make()
+    before = fingerprint(model, step.optimizer)
+    static = rf.measure(model, step, repeats=1).static_bytes
+    with pytest.raises(rf.BudgetError, match=r"the smallest peak is .*It is reached in") as refused:
+        rf.fit(model, step, static)
+    assert fingerprint(model, step.optimizer) == before
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    assert refused.value.budget_bytes == static < smallest
+    rf.fit(model, step, smallest)
+    assert rf.measure(model, step, repeats=1).peak_bytes <= smallest
+
+
+@pytest.mark.parametrize(
+    "budget", [float("nan"), 0, -1, "-5GiB", "abc", "", "0%", "nan%", "5 furlongs", float("inf"), True, None]
+)
+def test_a_budget_that_is_none(budget: Any) -> None:
+    model, step = small_gpt()
+    before = fingerprint(model, step.optimizer)
+    with pytest.raises(rf.InputError):
+        rf.fit(model, step, budget)
+    assert fingerprint(model, step.optimizer) == before
+
+
+def no_scalar() -> tuple[nn.Module, Any]:
+    model, _ = models.gpt(layers=2)
+    return model, lambda: model(torch.zeros(1, 8, dtype=torch.long))
+
+
+def no_tensor() -> tuple[nn.Module, Any]:
+    model, loss = models.gpt(layers=2)
+    return model, lambda: loss().item
+
+
+def another_model() -> tuple[nn.Module, Any]:
+    return models.gpt(layers=2).model, models.gpt(layers=2).loss
+
+
+def on_meta() -> tuple[nn.Module, Any]:
+    model, loss = models.gpt(layers=2)
+    return model.to("meta"), loss
+
+
+def no_parameters() -> tuple[nn.Module, Any]:
+    model, batch = nn.Sequential(nn.ReLU(), nn.ReLU()), torch.randn(4, requires_grad=True)
+    return model, lambda: model(batch).sum()
+
+
+def all_frozen() -> tuple[nn.Module, Any]:
+    model, loss = models.gpt(layers=2)
+    return model.requires_grad_(False), loss
+
+
+def looks_at_values() -> tuple[nn.Module, Any]:
+    model, loss = models.gpt(layers=2)
+    return model, lambda: loss() if loss().item() < 1e9 else loss() * 0
+
+
+def draws_from_elsewhere() -> tuple[nn.Module, Any]:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            scale = 1.5 if rf.is_replaying() else 1.0
+            return super().forward(super().forward(input).relu() * scale)
+
+    model, batch = nn.Sequential(*(Noisy(64, 64) for _ in range(4))), torch.randn(256, 64)
+    return model, lambda: model(batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (no_scalar, rf.StepError, r"scalar loss tensor, not a tensor of shape \(1, 8, 64\)"),
+        (no_tensor, rf.StepError, "scalar loss tensor, not <built-in method item"),
+        (another_model, rf.StepError, "never calls a block of GPT"),
+        (on_meta, rf.ReforwardError, "meta device"),
+        (no_parameters, rf.InputError, "Sequential has no parameters"),
+        (all_frozen, rf.StepError, "doesn't require grad"),
+        (looks_at_values, rf.DryRunError, r"\.item\(\)"),
+        (draws_from_elsewhere, rf.ReforwardError, "gradient .*weight differ"),
+    ],
+)
+def test_a_step_that_cannot_be_fitted(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    model, step = make()
+    before = None if any(p.is_meta for p in model.parameters()) else fingerprint(model)
+    with pytest.raises(error, match=message):
+        rf.fit(model, step, "60%")
+    if before is not None:
+        assert fingerprint(model) == before
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_plan_that_was_on_the_model_survives_a_failure() -> None:
+    model, step = small_gpt()
+    plan = rf.attach(model, rf.every(2))
+    before = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    with pytest.raises(rf.BudgetError):
+        rf.fit(model, step, 1000)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == before
+    assert plan.nodes
+
+
+# The command
+# ---------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import torch
+    from torch import nn
+
+    import reforward as rf
+
+    def make():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        batch, optimizer = torch.randn(256, 32), torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, rf.Step(lambda: model(batch).square().mean(), optimizer=optimizer)
+
+    def no_scalar():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, rf.Step(lambda: model(torch.ones(2, 4)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Any, monkeypatch: Any) -> Any:
+    (tmp_path / "fit_script.py").write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_command_fits_proves_and_trains(script: Any, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["fit", "--model", "fit_script:make", "--budget", "70%", "--steps", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["proof"]["identical"] is True
+    assert len(document["training"]) == 2
+    plan = rf.Plan.from_json(script / "reforward-out/plan.json")
+    assert plan.nodes
+    assert plan.predicted_peak_bytes <= plan.budget_bytes == document["budget_bytes"]
+    assert main(["verify", "reforward-out/plan.json", "--model", "fit_script:make", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["proof"]["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--model", "fit_script:make", "--budget", "1kB"], 3, "the smallest peak is"),
+        (["--model", "fit_script:make", "--budget", "nan"], 2, "can't read 'nan' as bytes"),
+        (["--model", "fit_script:no_scalar", "--steps", "0"], 2, "scalar loss tensor"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    script: Any, capsys: Any, arguments: list[str], code: int, message: str
+) -> None:
+    assert main(["fit", *arguments]) == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert not (script / "reforward-out/plan.json").exists()
