@@ -5,7 +5,7 @@ import warnings
 import pytest
 import same
 import torch
-from test_replay import Block, Stack, compare, each_plan, stack
+from test_replay import Block, Stack, compare, each_plan, held_after, stack
 from torch import nn
 
 import reforward as rf
@@ -286,3 +286,41 @@ def test_gradient_accumulation_over_batches_of_other_sizes(plan):
             yield loss.detach()
 
     compare(work, plan, lambda: stack(4))
+
+
+class LeftAndEntered(nn.Module):
+    """The chain breaks before the second block, and the last one is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x):
+        x = self.layers[0](x) + 0
+        return self.layers[2](self.layers[1](x))
+
+
+def left_and_entered_plan():
+    first, second, third, fourth = (
+        rf.Region(path=f"layers.{i}", policy=rf.Recompute() if i == 1 else rf.Save()) for i in range(4)
+    )
+    return rf.Plan(nodes=(rf.Run(members=(rf.Run(members=(first, second)), third, fourth)),))
+
+
+@pytest.mark.filterwarnings("ignore:block .* wasn't given")
+def test_a_run_entered_in_the_middle_of_a_member_follows_that_members_plan():
+    model = LeftAndEntered()
+    rf.attach(model, left_and_entered_plan())
+    with same.counted(model) as calls:
+        model(torch.randn(4, 8)).sum().backward()
+    # The second block: forward, replay of the outer run, of the inner one, and by itself.
+    assert calls.of("layers.1", "layers.2") == [4, 2]
+    compare(one_backward, left_and_entered_plan(), LeftAndEntered)
+
+
+@pytest.mark.filterwarnings("ignore:block .* wasn't given")
+def test_a_run_that_is_never_ended_is_forgotten_with_its_output():
+    model = LeftAndEntered()
+    rf.attach(model, left_and_entered_plan())
+    x = torch.randn(64, 8)
+    assert held_after(lambda: (model(x), None)[1]) == 0
