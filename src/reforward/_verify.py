@@ -84,6 +84,7 @@ def verify_regions(model: nn.Module, step: Step, plan: Plan, calls: Sequence[Blo
     """
     table = _Table("region by region")
     by_path = modules_by_path(model)
+    calls = calls[: len(calls) // step.accumulate]  # of one micro-batch: the others are like it
     passes = _passes(plan, calls, by_path)
     wanted = {index for _, indices in passes for index in indices}
     linked = {index for _, indices in passes for index in indices[1:]}
@@ -196,15 +197,30 @@ def _passes(plan: Plan, calls: Sequence[BlockCall], by_path: dict[str, nn.Module
         wanted = [leaf.path for leaf in leaves(node)]
         starts = [i for i in range(len(paths)) if paths[i : i + len(wanted)] == wanted]
         if starts and not (isinstance(node, Region) and isinstance(node.policy, Save)):
-            found.setdefault(_kind_of(node, by_path), (node, list(range(starts[0], starts[0] + len(wanted)))))
+            indices = list(range(starts[0], starts[0] + len(wanted)))
+            found.setdefault(_kind_of(node, [calls[i] for i in indices], by_path), (node, indices))
     return list(found.values())
 
 
-def _kind_of(node: Node, by_path: dict[str, nn.Module]) -> Any:
-    """Equal for nodes that do the same to the same kinds of blocks."""
+def _kind_of(node: Node, calls: Sequence[BlockCall], by_path: dict[str, nn.Module]) -> Any:
+    """Equal for nodes that do the same to blocks that can't be told apart, called in the same way."""
     if isinstance(node, Region):
-        return node.policy, repr(by_path[node.path])
-    return tuple(_kind_of(member, by_path) for member in node.members)
+        module = by_path[node.path]
+        return node.policy, repr(module), _settings_of(module), calls[0].inputs, calls[0].graded
+    kinds, start = [], 0
+    for member in node.members:
+        count = sum(1 for _ in leaves(member))
+        kinds.append(_kind_of(member, calls[start : start + count], by_path))
+        start += count
+    return tuple(kinds)
+
+
+def _settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """Plain attributes and parameters' shapes of all submodules: what a module's text leaves out (a window's size)."""
+    parts: list[Any] = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
+    for part in module.modules():
+        parts += [(k, v) for k, v in vars(part).items() if isinstance(v, (bool, int, float, str)) and k[0] != "_"]
+    return tuple(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +231,11 @@ class _Part:
     module: nn.Module
     inputs: CallInputs
 
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Calls the block as the step does, under its autocast; the leaves of the output."""
+        with self.inputs.settings():
+            return _torch.flatten(self.module(*args, **kwargs))[0]
+
 
 def _planned(parts: Sequence[_Part]) -> Digests:
     """The region forward and backward, its blocks one after another as the model calls them."""
@@ -223,7 +244,7 @@ def _planned(parts: Sequence[_Part]) -> Digests:
     for part in parts:
         args, kwargs = part.inputs.fresh(previous)
         sources.append([t for t in _torch.tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad])
-        previous = _torch.flatten(part.module(*args, **kwargs))[0]
+        previous = part.run(args, kwargs)
     found = _state(parts, previous)
     torch.autograd.backward(*_cotangents(previous))
     return found | _gradients(parts, sources)
@@ -244,7 +265,7 @@ def _plain(parts: Sequence[_Part]) -> Digests:
         for part in parts:
             before.append((previous, RngState.capture(devices)))
             args, kwargs = part.inputs.fresh(previous)
-            previous = _torch.flatten(part.module(*args, **kwargs))[0]
+            previous = part.run(args, kwargs)
         found = _state(parts, previous)
     sources: list[list[torch.Tensor]] = []
     cotangents: dict[int, torch.Tensor] | None = None
@@ -254,7 +275,7 @@ def _plain(parts: Sequence[_Part]) -> Digests:
         args, kwargs = part.inputs.fresh(linked)
         tensors = [t for t in _torch.tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
         sources.append([t for t in tensors if all(t is not leaf for leaf in linked)])
-        output = _torch.flatten(part.module(*args, **kwargs))[0]
+        output = part.run(args, kwargs)
         torch.autograd.backward(*(_cotangents(output) if cotangents is None else _matched(output, cotangents)))
         cotangents = {i: t.grad for i, t in enumerate(linked) if isinstance(t, torch.Tensor) and t.grad is not None}
     return found | _gradients(parts, list(reversed(sources)))

@@ -124,6 +124,7 @@ def _cases(
 ) -> tuple[dict[Signature, _Case], float, Knowledge]:
     """One case of each signature, the forward's seconds outside of blocks, and what its kernels need."""
     by_path = modules_by_path(model)
+    calls = calls[: len(calls) // step.accumulate]  # of one micro-batch: that is what a forward makes
     signatures = [signature(by_path[call.block.path], call) for call in calls]
     first = {key: index for index, key in reversed(list(enumerate(signatures)))}
     inputs, seconds, knowledge = _forward(model, step, calls, first.values(), variant, device)

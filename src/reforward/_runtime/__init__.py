@@ -1,6 +1,6 @@
 """Carries out a plan on a live model."""
 
-from reforward._runtime.attach import attach, attached, detach, plan_of, suspended
+from reforward._runtime.attach import attach, attached, detach, suspended
 from reforward._runtime.checkpoint import checkpoint
 from reforward._runtime.depth import is_replaying
 from reforward._runtime.fence import Ambient
@@ -16,6 +16,5 @@ __all__ = [
     "detach",
     "families_of",
     "is_replaying",
-    "plan_of",
     "suspended",
 ]

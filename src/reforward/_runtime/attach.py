@@ -213,23 +213,29 @@ def attach(model: nn.Module, what: Any) -> Plan:
 def detach(model: nn.Module) -> None:
     """Takes the plan off a model and leaves it as it was; does nothing if there is none."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("gradient_checkpointing"), _TakenOver):
-            module.__dict__["gradient_checkpointing"] = True
-        if isinstance(module.__dict__.get("forward"), _Forward):
-            del module.__dict__["forward"]
+        for name in _ours(module):
+            if name == "forward":
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = True
+
+
+def _ours(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are there because a plan is on its model."""
+    return {k: v for k, v in module.__dict__.items() if isinstance(v, (_Forward, _TakenOver))}
 
 
 @contextmanager
 def attached(model: nn.Module, what: Any) -> Iterator[Plan]:
-    """A plan on a model for the duration of a `with` block; a plan that was on it before comes back."""
-    before = plan_of(model)
+    """A plan on a model for the duration of a `with` block; what was on it comes back as it was, suspended or not."""
+    before = [(module, _ours(module)) for module in model.modules()]
     plan = attach(model, what)
     try:
         yield plan
     finally:
         detach(model)
-        if before is not None:
-            attach(model, before)
+        for module, ours in before:
+            module.__dict__.update(ours)
 
 
 @contextmanager
@@ -244,12 +250,6 @@ def suspended(model: nn.Module) -> Iterator[None]:
     finally:
         for attachment, active in zip(attachments, before, strict=True):
             attachment.active = active
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that is on the model, if any."""
-    attachments = _attachments(model)
-    return attachments[0].plan if attachments else None
 
 
 def _attachments(model: nn.Module) -> list[Attachment]:
