@@ -8,11 +8,13 @@ import pytest
 import reforward
 
 PUBLIC = [
+    "Allow",
     "AttachError",
     "Block",
     "BudgetError",
     "Device",
     "DryRunError",
+    "FitReport",
     "InputError",
     "Measurement",
     "Modules",
@@ -22,6 +24,7 @@ PUBLIC = [
     "Plan",
     "PlanError",
     "Profile",
+    "Proof",
     "Recompute",
     "ReforwardError",
     "Region",
@@ -39,6 +42,7 @@ PUBLIC = [
     "explain",
     "find_blocks",
     "fit",
+    "fit_report",
     "full",
     "is_replaying",
     "measure",

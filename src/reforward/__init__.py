@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from reforward._errors import ReplayError as ReplayError
     from reforward._errors import ReplayMismatchError as ReplayMismatchError
     from reforward._errors import StepError as StepError
+    from reforward._fit import FitReport as FitReport
     from reforward._fit import explain as explain
     from reforward._fit import fit as fit
+    from reforward._fit import fit_report as fit_report
     from reforward._measure import Measurement as Measurement
     from reforward._measure import measure as measure
     from reforward._plan import Plan as Plan
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from reforward._runtime import detach as detach
     from reforward._runtime import is_replaying as is_replaying
     from reforward._runtime import suspended as suspended
+    from reforward._solve import Allow as Allow
     from reforward._solve import solve as solve
     from reforward._step import Step as Step
     from reforward._techniques import every as every
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from reforward._techniques import none as none
     from reforward._techniques import segments as segments
     from reforward._techniques import selective as selective
+    from reforward._verify import Proof as Proof
     from reforward._verify import verify as verify
 
 _HOME = {
@@ -58,17 +62,17 @@ _HOME = {
         "AttachError", "BudgetError", "DryRunError", "InputError", "MutationError", "PatternError", "PlanError",
         "ReforwardError", "ReplayError", "ReplayMismatchError", "StepError",
     ),
-    "_fit": ("explain", "fit"),
+    "_fit": ("FitReport", "explain", "fit", "fit_report"),
     "_measure": ("Measurement", "measure"),
     "_plan": ("Plan", "Region", "Run"),
     "_policy": ("Device", "Modules", "Ops", "Recompute", "Save"),
     "_profile": ("profile",),
     "_profile_type": ("Profile",),
     "_runtime": ("attach", "attached", "checkpoint", "detach", "is_replaying", "suspended"),
-    "_solve": ("solve",),
+    "_solve": ("Allow", "solve"),
     "_step": ("Step",),
     "_techniques": ("every", "full", "none", "segments", "selective"),
-    "_verify": ("verify",),
+    "_verify": ("Proof", "verify"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,0 +1,71 @@
+"""Blocks that are run by themselves run as they do in the step."""
+
+import pytest
+import torch
+from tests import models
+from torch import nn
+
+import reforward as rf
+from reforward._profile import profile_step
+
+
+def test_under_the_autocast_of_the_step():
+    case = models.build("gpt")
+    linear = next(m for m in case.model.layers[0].modules() if isinstance(m, nn.Linear))
+    seen = set()
+    linear.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return case.loss()
+
+    profile_step(case.model, rf.Step(loss))
+    assert seen == {torch.bfloat16}
+
+
+def test_what_overwrites_its_input_is_no_block():
+    model = nn.Sequential(*[part for _ in range(3) for part in (nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))])
+    images = torch.randn(2, 4, 16, 16)
+    profile = rf.profile(model, lambda: model(images).square().mean())
+    types = {call.module_type for call in profile.calls}
+    assert "ReLU" not in types
+    assert types
+
+
+def test_only_the_blocks_that_are_named():
+    case = models.build("gpt")
+    blocks = rf.find_blocks(case.model, "layers[1:3]")
+    profile = rf.profile(case.model, case.loss, blocks=blocks)
+    assert [call.path for call in profile.calls] == ["layers.1", "layers.2"]
+    assert all(option.replay_flops >= 0 for call in profile.calls for option in call.options)
+
+
+def test_an_optimizer_with_a_constructor_of_its_own():
+    class Own(torch.optim.SGD):
+        def __init__(self, model):
+            super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+            self.model = model
+
+    case = models.build("gpt")
+    profile = rf.profile(case.model, rf.Step(case.loss, optimizer=Own(case.model)))
+    assert [event.seconds > 0 for event in profile.events if event.name == "optimizer"] == [True]
+    assert profile.optimizer_bytes == profile.parameter_bytes
+
+
+def test_a_forward_that_takes_another_way_is_refused():
+    turns = iter((True, False, False, False))
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers if next(turns) else self.layers[1:]:
+                x = layer(x).tanh()
+            return x
+
+    model = Skips()
+    blocks = rf.find_blocks(model, nn.Linear)
+    with pytest.raises(rf.DryRunError, match="calls other blocks"):
+        rf.profile(model, lambda: model(torch.ones(2, 8)).sum(), blocks=blocks)
