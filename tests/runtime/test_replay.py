@@ -171,6 +171,28 @@ def test_gradient_inside_the_region(plan, create_graph):
     compare(work, plan, lambda: Stack(Inner(create_graph), Inner(create_graph)))
 
 
+class InnerBackward(Inner):
+    """The same with a backward that adds to the `grad` of a leaf of its own."""
+
+    def forward(self, x):
+        y = x.detach().requires_grad_()
+        torch.autograd.backward(self.net(y).square().sum(), inputs=[y])
+        return x + F.gelu(self.net.up(y.grad))[:, :8]
+
+
+@each_plan
+def test_backward_inside_the_region(plan):
+    if plan is PLANS["submodule"]:
+        plan = rf.selective(save="*.net.down")
+
+    def work(model, x):
+        loss = model(x).square().sum()
+        loss.backward()
+        yield loss.detach()
+
+    compare(work, plan, lambda: Stack(InnerBackward(False), InnerBackward(False)))
+
+
 class Outputs(nn.Module):
     """Several outputs in containers, some of which go unused, some without gradient."""
 

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
-from reforward._runtime.depth import depth
 from reforward._runtime.families import family_of
 from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState, accelerators
 
@@ -343,16 +342,15 @@ class _Pass:
 
 
 class _Families(TorchFunctionMode):
-    """Sends calls of selected families to `handle`, except those of a replay that began inside of it."""
+    """Sends calls of selected families to `handle`."""
 
     def __init__(self, keeper: Keeper, handle: Callable[[str, Any, Any, Any], Any]):
         super().__init__()
         self._keeper = keeper
         self._handle = handle
-        self._depth = depth.count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        family = family_of(func) if depth.count == self._depth else None
+        family = family_of(func)
         if family is None or not self._keeper.selects(family):
             return func(*args, **(kwargs or {}))
         return self._handle(family, func, args, kwargs or {})
