@@ -27,6 +27,7 @@ _WAYS_PER_INTERVAL = 12
 _WAYS_PER_CHAIN = 160
 _INTERVALS = 1200  # distinct intervals searched per chain
 _LONGEST = 128  # blocks in a run
+_COUNTED = 0.5  # share of a plan's cost that goes by counted operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,21 @@ class Weights:
 
     @classmethod
     def of(cls, profile: Profile) -> Weights:
-        """Seconds count; operations break ties, and take over where a profile has no seconds.
+        """Half of what a plan adds is measured, half is counted, where a profile has both.
 
-        The plain step weighs 1, recomputing everything once adds 1e-5.
+        Seconds of single blocks are noisy to some per cent, counted operations aren't, and what is rerun without
+        operations that count (norms, activations) has its price in the seconds. The plain step weighs 1; recomputing
+        everything once adds its share of seconds by either measure.
         """
         options = [cost.options[0] for cost in profile.calls]
         seconds = sum(o.forward_seconds + o.backward_seconds for o in options) + sum(e.seconds for e in profile.events)
-        flops = sum(cost.options[FULL].replay_flops for cost in profile.calls if len(cost.options) > FULL)
-        tie = 1e-5 if seconds > 0 else 1.0
-        return cls(second=1 / seconds if seconds > 0 else 0.0, flop=tie / flops if flops > 0 else 0.0)
+        full = [cost.options[FULL] for cost in profile.calls if len(cost.options) > FULL]
+        again, flops = sum(o.replay_seconds for o in full), sum(o.replay_flops for o in full)
+        if seconds <= 0 or flops <= 0 or again <= 0:
+            return cls(
+                second=1 / seconds if seconds > 0 else 0.0, flop=1 / flops if flops > 0 and seconds <= 0 else 0.0
+            )
+        return cls(second=(1 - _COUNTED) / seconds, flop=_COUNTED * again / seconds / flops)
 
     def __call__(self, seconds: float, flops: float = 0) -> float:
         return self.second * seconds + self.flop * flops
