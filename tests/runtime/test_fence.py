@@ -106,7 +106,9 @@ def test_generators_held_by_modules_or_given_as_arguments(of_argument):
             self.legacy = numpy.random.RandomState(3)
 
         def forward(self, x, generator=None):
-            noise = torch.rand(x.shape, generator=generator or self.torch)
+            generator = generator or self.torch
+            noise = torch.rand(x.shape, generator=generator)
+            noise = noise * torch.empty(x.shape).geometric_(0.5, generator=generator)  # of no family, so drawn again
             factor = self.python.random() + self.numpy.random() + self.legacy.rand()
             return torch.tanh(self.linear(x * noise * factor))
 
