@@ -1,7 +1,8 @@
-"""Run by `test_capped.py`: a training step in a process whose memory is capped at the budget + 10 %.
+"""Run by `test_capped.py`: trains in a process whose memory is capped at the budget + 10 %.
 
-    python fit_child.py fit     fits the step into the budget and trains
-    python fit_child.py plain   trains without a plan, which takes twice the budget
+    python fit_child.py fit      fits the step into the budget first
+    python fit_child.py report   the same, as the command does it
+    python fit_child.py plain    trains without a plan, which takes twice the budget
 
 What the interpreter and the libraries take is found by fitting a tiny model first. Then the cap is set, and only then
 the model is built. Prints one JSON document.
@@ -15,62 +16,72 @@ import json
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+import models
 import reforward as rf
-from models import GPT, gpt
+from reforward._fit import fit_report
 
-BUDGET_BYTES = 250 * 2**20
+BUDGET_BYTES = 144 * 2**20
 STEPS = 3
 
 
-def big_step() -> tuple[torch.nn.Module, rf.Step]:
-    """A model of 20 MiB whose plain step takes more than twice the budget, mostly in attention's matrices."""
+def gpt_step(**sizes: Any) -> tuple[nn.Module, rf.Step]:
     torch.manual_seed(0)
-    case = gpt(layers=6, width=256, heads=8, time=512, batch=2, vocabulary=256)
-    return case.model, rf.Step(case.loss, optimizer=torch.optim.AdamW(case.model.parameters()))
+    model, loss = models.gpt(**sizes)
+    return model, rf.Step(loss, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-def tiny_step() -> tuple[torch.nn.Module, rf.Step]:
-    case = gpt(layers=2)
-    return case.model, rf.Step(case.loss, optimizer=torch.optim.AdamW(case.model.parameters()))
+def big_step() -> tuple[nn.Module, rf.Step]:
+    """A step that takes twice the budget, most of it for attention's matrices."""
+    return gpt_step(layers=6, width=128, heads=8, time=448, batch=2)
 
 
-def data_bytes(field: str = "VmData") -> int:
-    """What the limit counts: private memory that can be written, touched or not."""
+def held_bytes(field: str) -> int:
+    """What the kernel counts for this process.
+
+    `VmData`, which the limit is on, is private memory that can be written, touched or not; `VmRSS` is what is touched,
+    and `VmHWM` the highest that it was.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def cap_memory(extra_bytes: int) -> int:
-    """Allows so much more than is held now, and returns what is held now."""
+def cap_memory(extra_bytes: int) -> None:
+    """Allows so much more than is held now."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    held = data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (held + extra_bytes, resource.RLIM_INFINITY))
-    return held
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is no head start
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + extra_bytes, resource.RLIM_INFINITY))
 
 
 def main(mode: str) -> None:
     torch.set_num_threads(1)
-    rf.fit(*tiny_step(), "90%")
-    resident = data_bytes("VmRSS")
-    cap_memory(int(1.1 * BUDGET_BYTES))
+    fit_report(*gpt_step(layers=2), "90%")
+    cap_memory(BUDGET_BYTES * 11 // 10)
+    resident = held_bytes("VmRSS")
     model, step = big_step()
-    found = {}
+    found: dict[str, Any] = {}
     if mode == "fit":
         plan = rf.fit(model, step, BUDGET_BYTES)
+        found = {"peak": plan.predicted_peak_bytes, "plain_peak": plan.predicted_plain_peak_bytes}
+    elif mode == "report":
+        report = fit_report(model, step, BUDGET_BYTES)
+        rf.attach(model, report.plan)
         found = {
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "predicted_plain_peak_bytes": plan.predicted_plain_peak_bytes,
-            "regions_on_the_model": sum("forward" in vars(module) for module in model.modules()),
+            "peak": report.predicted_planned.peak_bytes,
+            "plain_peak": report.predicted_plain.peak_bytes,
+            "measured_plain": report.measured_plain is not None,
+            "scope": report.proof.scope,
+            "differences": report.proof.differences,
         }
-    assert isinstance(model, GPT)
+    found["recomputed_blocks"] = sum("forward" in vars(module) for module in model.modules())
     found["losses"] = [step.run().item() for _ in range(STEPS)]
-    found["resident_bytes"] = data_bytes("VmHWM") - resident
+    found["resident_bytes"] = held_bytes("VmHWM") - resident
     print(json.dumps(found))
 
 

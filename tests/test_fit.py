@@ -77,6 +77,7 @@ def test_models_with_buffers_and_workspaces(name: str) -> None:
     assert plan.nodes
 
 
+@pytest.mark.slow
 def test_a_transformers_model() -> None:
     model, loss = models.build("gpt2")
     budget = share_of_activations(model, rf.Step(loss), 0.6)
