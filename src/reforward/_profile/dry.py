@@ -217,6 +217,17 @@ def _breakdown(sizes: dict[str, int], tracker: StorageTracker) -> dict[str, int]
     return parts
 
 
+_aten = torch.ops.aten
+# torch's table has no entry for the fused attention of CPUs; the other fused kernels take the same arguments.
+_FLOPS = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
 class _Flops(TorchDispatchMode):
     """Counts the floating-point operations of what runs, by torch's own formulas."""
 
@@ -226,7 +237,7 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FLOPS.get(func._overloadpacket)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
