@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests import models
 from torch import nn
 
+import models
 import reforward as rf
 from reforward._profile import profile_step
 
