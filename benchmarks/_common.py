@@ -33,7 +33,7 @@ from reforward._profile import Profiled, dry_run, profile_step
 from reforward._solve import Planner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import models
+import models  # pyright: ignore[reportMissingImports]
 
 # The profiler of torch 2.13 writes a line at each start and stop otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
