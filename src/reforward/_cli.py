@@ -8,6 +8,7 @@ Anything else that goes wrong is a bug, here or in the model: its traceback is s
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ def verify(plan: Path, options: Options = _EMBEDDED, *, json: Json = False) -> i
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks; read when torch is imported
     try:
         return app(arguments, exit_on_error=False, print_error=False, result_action="return_value") or OK
     except BudgetError as error:
