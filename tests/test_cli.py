@@ -183,6 +183,8 @@ def test_the_installed_command_stops_cleanly_on_ctrl_c(directory):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(directory)},
+        # A job in the background of a shell ignores Ctrl-C, and would hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         ready = process.stdout.readline()
