@@ -639,3 +639,22 @@ def test_no_tensor_of_a_replay_outlives_the_step():
     model(torch.randn(4, 8)).sum().backward()
     assert len(seen) == 2
     assert [reference() for reference in seen] == [None, None]
+
+
+class Overwrites(nn.Module):
+    """Changes its input in place, which a region can't be replayed from."""
+
+    def forward(self, x):
+        return x.mul_(2).tanh()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_block_may_do_what_a_region_may_not(mode):
+    model = nn.Sequential(nn.Linear(4, 4), Overwrites())
+    rf.attach(model, {"1": rf.Recompute()})
+    with mode():
+        found = model(torch.ones(2, 4))
+        with rf.suspended(model):
+            assert torch.equal(found, model(torch.ones(2, 4)))
+    with pytest.raises(rf.MutationError, match="'1'"):
+        model(torch.ones(2, 4))
