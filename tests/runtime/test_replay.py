@@ -644,8 +644,12 @@ def test_no_tensor_of_a_replay_outlives_the_step():
 class Overwrites(nn.Module):
     """Changes its input in place, which a region can't be replayed from."""
 
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
     def forward(self, x):
-        return x.mul_(2).tanh()
+        return x.mul_(2).tanh() * self.gain
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
