@@ -662,3 +662,26 @@ def test_without_gradients_a_block_may_do_what_a_region_may_not(mode):
             assert torch.equal(found, model(torch.ones(2, 4)))
     with pytest.raises(rf.MutationError, match="'1'"):
         model(torch.ones(2, 4))
+
+
+class AsksIdentity(nn.Module):
+    """Goes another way if both arguments are one tensor, as attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return torch.tanh(torch.tanh(self.linear(x)) * (2 if x is y else 1))
+
+
+def test_a_tensor_that_is_given_twice_is_given_twice_again():
+    block = AsksIdentity()
+    x = torch.randn(4, 8)
+    block(x, x).sum().backward()
+    expected = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    model = nn.ModuleList([block])
+    rf.attach(model, {"0": rf.Recompute()})
+    block(x, x).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(block.parameters(), expected, strict=True))

@@ -201,12 +201,13 @@ class Call:
         self.check = check
         self._structure = structure
         positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
+        kept: dict[int, _Kept] = {}  # a tensor that is given twice is kept once
         self._leaves = [
             leaf
             if not isinstance(leaf, torch.Tensor)
             else _Previous(positions[id(leaf)])
             if id(leaf) in positions
-            else _Kept(leaf)
+            else kept.setdefault(id(leaf), _Kept(leaf))
             for leaf in given
         ]
 
@@ -218,9 +219,12 @@ class Call:
             MutationError: an argument was changed in place since the call.
         """
         fresh: list[Any] = []
+        made: dict[_Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`
         for leaf in self._leaves:
             if isinstance(leaf, _Kept):
-                leaf = self._fresh(leaf)
+                if leaf not in made:
+                    made[leaf] = self._fresh(leaf)
+                leaf = made[leaf]
             elif isinstance(leaf, _Previous):  # not cut off: the block may overwrite it, as it did in forward
                 leaf = previous[leaf.index]
             fresh.append(leaf)
