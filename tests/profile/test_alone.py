@@ -23,6 +23,28 @@ def test_under_the_autocast_of_the_step():
     assert seen == {torch.bfloat16}
 
 
+class Attentions(nn.Module):
+    """Self-attention takes query, key and value packed only where they are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+def test_given_one_tensor_twice_as_in_the_step():
+    model, batch = Attentions(), torch.randn(4, 64, 32)
+    seen = set()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: seen.add(args[0] is args[1] is args[2]))
+    rf.fit(model, lambda: model(batch).square().mean(), "90%")
+    assert seen == {True}
+
+
 def test_what_overwrites_its_input_is_no_block():
     model = nn.Sequential(*[part for _ in range(3) for part in (nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))])
     images = torch.randn(2, 4, 16, 16)

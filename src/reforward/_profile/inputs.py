@@ -25,7 +25,7 @@ class _Link:
 
 
 class CallInputs:
-    """Arguments of a block call, kept by value, and the autocast that was on.
+    """Arguments of a block call, kept by value, a tensor that is given twice once; and the autocast that was on.
 
     Args:
         requires_grad: of each tensor among the arguments, in order.
@@ -37,24 +37,31 @@ class CallInputs:
         positions = {id(leaf): index for index, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
         wants = iter(requires_grad)
         self._ambient = Ambient.capture(tuple({"cpu", *(t.device.type for t in leaves if isinstance(t, torch.Tensor))}))
+        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in positions}
+        kept = {key: tensor.detach().clone() for key, tensor in given.items()}
         self._leaves = [
             (copy.copy(leaf), False)
             if not isinstance(leaf, torch.Tensor)
             else (_Link(positions[id(leaf)]), next(wants))
             if id(leaf) in positions
-            else (leaf.detach().clone(), next(wants))
+            else (kept[id(leaf)], next(wants))
             for leaf in leaves
         ]
 
     def fresh(self, previous: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a call: tensors are leaves of a new graph, but for those linked to `previous`."""
+        made = {
+            id(leaf): leaf.detach().clone().requires_grad_(wants)
+            for leaf, wants in self._leaves
+            if isinstance(leaf, torch.Tensor)
+        }
         leaves = [
             previous[leaf.index]
             if isinstance(leaf, _Link)
-            else leaf.detach().clone().requires_grad_(wants)
+            else made[id(leaf)]  # given twice again: attention asks whether `query is key`
             if isinstance(leaf, torch.Tensor)
             else copy.copy(leaf)
-            for leaf, wants in self._leaves
+            for leaf, _ in self._leaves
         ]
         return _torch.unflatten(leaves, self._structure)
 
