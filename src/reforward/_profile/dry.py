@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from reforward import _torch
@@ -228,7 +227,7 @@ _FLOPS = {
 }
 
 
-class _Flops(TorchDispatchMode):
+class _Flops(_torch.TorchDispatchMode):
     """Counts the floating-point operations of what runs, by torch's own formulas."""
 
     def __init__(self):
@@ -237,7 +236,7 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = _FLOPS.get(func._overloadpacket)
+        formula = _FLOPS.get(_torch.packet(func))
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result

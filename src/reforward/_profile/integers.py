@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from reforward import _torch
@@ -19,7 +18,7 @@ from reforward import _torch
 _MOST_BYTES = 2**24
 
 
-class RealIntegers(TorchDispatchMode):
+class RealIntegers(_torch.TorchDispatchMode):
     """To be entered inside a fake mode: computes operations whose tensors are all real integers."""
 
     def __init__(self):
