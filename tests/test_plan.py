@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -117,6 +118,40 @@ def test_what_is_not_a_plan_is_refused(text: str, message: str):
         Plan.from_json(text)
 
 
+def nested(depth: int) -> str:
+    """A plan of one region inside so many runs."""
+    region = json.dumps({**REGION, "policy": {"is": "save"}})
+    return '{"nodes": [' + '{"is": "run", "members": [' * depth + region + "]}" * depth + "]}"
+
+
+@pytest.mark.parametrize("depth", [101, 499, 100_000])
+def test_a_plan_that_is_nested_too_deep(depth: int):
+    assert Plan.from_json(nested(100)).regions()
+    with pytest.raises(PlanError, match=r"isn't a plan: .* deep") as refused:
+        Plan.from_json(nested(depth))
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("source", [b"{}", 3, None], ids=repr)
+def test_what_is_neither_text_nor_a_file(source: Any):
+    with pytest.raises(PlanError, match="read from JSON text or from a file, not from"):
+        Plan.from_json(source)
+    with pytest.raises(PlanError, match=r"written to a file, not to b'x'"):
+        EXAMPLE.to_json(b"x")
+
+
+@pytest.mark.parametrize("text", ["a\0b", '{"\ud800": 1}', "x" * 5000], ids=["null byte", "surrogate", "long"])
+def test_text_that_names_no_file(text: str):
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["", "missing/plan.json", "a\0b"])
+def test_a_file_that_can_not_be_written(tmp_path: Path, name: str):
+    with pytest.raises(InputError, match="can't write the plan to"):
+        EXAMPLE.to_json(tmp_path / name)
+
+
 def test_a_file_that_can_not_be_read(tmp_path: Path):
     with pytest.raises(PlanError, match=r"can't read a plan from '.*missing.json'"):
         Plan.from_json(tmp_path / "missing.json")
@@ -133,6 +168,43 @@ def test_a_plan_names_each_block_once():
         Plan(nodes=(region, Run(members=(region,))))
     with pytest.raises(PlanError, match="at least one member"):
         Run(members=())
+    with pytest.raises(PlanError, match="'a' stands twice in a run"):
+        Run(members=(region, Run(members=(region,))))
+    with pytest.raises(PlanError, match=r"'a\.b' lies inside 'a'"):
+        Run(members=(Region(path="a.b", policy=Save()), region))
+
+
+SAVE = Region(path="a", policy=Save())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Plan, {"nodes": (), "when": "never"}, r"Plan: when must be Literal\['grad', 'training'\], not 'never'"),
+        (Plan, {"nodes": (), "exactness": "about"}, "Plan: exactness must be .*'rounding'.*, not 'about'"),
+        (Plan, {"nodes": (), "budget_bytes": "6GiB"}, r"Plan: budget_bytes must be int \| None, not '6GiB'"),
+        (Plan, {"nodes": (3,)}, r"Plan: nodes must be tuple\[Region \| Run, \.\.\.\], not \(3,\)"),
+        (Plan, {"nodes": SAVE}, "Plan: nodes must be tuple"),
+        (Run, {"members": (3,)}, "Run: members must be tuple"),
+        (Region, {"path": 3, "policy": Save()}, "Region: path must be str, not 3"),
+        (Region, {"path": "a", "policy": "save"}, r"Region: policy must be Save \| Recompute, not 'save'"),
+        (Save, {"at": "host"}, "Save: at must be Device, not 'host'"),
+        (Recompute, {"at": 3}, "Recompute: at must be Device, not 3"),
+        (Recompute, {"save": 3}, r"Ops\(\.\.\.\) or Modules\(\.\.\.\), not 3"),
+        (Recompute, {"save": None}, "not None"),
+        (Ops, {"family": "matmul", "within": 3}, r"Ops: within must be str \| None, not 3"),
+        (Ops, {"family": ["matmul"]}, "Ops: family must be str"),
+        (Modules, {"pattern": None}, "Modules: pattern must be str, not None"),
+    ],
+)
+def test_a_value_of_another_type_is_named(kind: type, fields: dict[str, object], message: str):
+    with pytest.raises(InputError, match=message):
+        kind(**fields)
+
+
+def test_nodes_may_come_as_a_list():
+    assert Plan(nodes=[SAVE]) == Plan(nodes=(SAVE,))
+    assert hash(Run(members=[SAVE])) == hash(Run(members=(SAVE,)))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +229,3 @@ def test_selectors_from_text(given_: object, expected: tuple):
 def test_selectors_that_select_nothing_known(given_: object, message: str):
     with pytest.raises(InputError, match=message):
         Recompute(save=given_)
-
-
-def test_places_are_values():
-    with pytest.raises(InputError, match="a place is"):
-        Recompute(at="host")

@@ -208,7 +208,9 @@ def test_selective_takes_the_outermost_match():
         ({"save": []}, "selects nothing"),
         ({"recompute": []}, "selects nothing"),
         ({"save": "mlp"}, r"write '\*.mlp'"),
-        ({"save": "matmul", "at": "host"}, "a place is"),
+        ({"save": 3}, "a selector is .*, not 3"),
+        ({"recompute": [3]}, "a selector is .*, not 3"),
+        ({"save": "matmul", "at": "host"}, "at must be Device"),
         ({"save": "matmul", "when": "always"}, "when must be one of"),
     ],
 )

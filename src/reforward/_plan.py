@@ -9,26 +9,28 @@ recompute nest. Modules that the plan doesn't name save everything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+import reprlib
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from reforward._errors import InputError, PlanError
-from reforward._policy import Policy
+from reforward._policy import Data, Policy
 
 FORMAT = 1
+
+# A replay runs inside that of the run around it, some Python frames deeper; a hundred runs leave room below the limit.
+_MAX_DEPTH = 100
 
 Exactness = Literal["bitwise", "rounding"]
 When = Literal["grad", "training"]
 
 
-class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    pass
-
-
-class Region(_Node, frozen=True, kw_only=True, tag="region", tag_field="is"):
+class Region(Data, frozen=True, kw_only=True, tag="region", tag_field="is"):
     """One call of one module.
 
     Attributes:
@@ -42,7 +44,7 @@ class Region(_Node, frozen=True, kw_only=True, tag="region", tag_field="is"):
     module_type: str | None = None
 
 
-class Run(_Node, frozen=True, kw_only=True, tag="run", tag_field="is"):
+class Run(Data, frozen=True, kw_only=True, tag="run", tag_field="is"):
     """Consecutive calls recomputed as one unit; each member receives the output of the one before.
 
     Attributes:
@@ -52,8 +54,18 @@ class Run(_Node, frozen=True, kw_only=True, tag="run", tag_field="is"):
     members: tuple[Node, ...]
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.members:
             raise PlanError("a run needs at least one member")
+        if _depth(self) > _MAX_DEPTH:
+            raise PlanError(f"runs lie more than {_MAX_DEPTH} deep in one another; nest them less")
+        paths = [leaf.path for leaf in leaves(self)]
+        if twice := _repeated(paths):
+            raise PlanError(f"block {twice!r} stands twice in a run; name it once")
+        known = {*paths}
+        for path in paths:
+            for outer in known.intersection(_parents(path)):
+                raise PlanError(f"{path!r} lies inside {outer!r}, so it can't be another member of its run; drop one")
 
 
 Node = Region | Run
@@ -68,7 +80,28 @@ def leaves(node: Node) -> Iterator[Region]:
             yield from leaves(member)
 
 
-class Plan(_Node, frozen=True, kw_only=True):
+def _depth(node: Node) -> int:
+    return 0 if isinstance(node, Region) else 1 + max(map(_depth, node.members))
+
+
+def _repeated(paths: Iterable[str]) -> str | None:
+    """The first path that occurs a second time."""
+    seen: set[str] = set()
+    for path in paths:
+        if path in seen:
+            return path
+        seen.add(path)
+    return None
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Paths of the modules around one, the nearest first."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+class Plan(Data, frozen=True, kw_only=True):
     """An ordered forest of regions for one model, and what is predicted of it.
 
     Attributes:
@@ -95,22 +128,29 @@ class Plan(_Node, frozen=True, kw_only=True):
     format: int = FORMAT
 
     def __post_init__(self):
-        seen: set[str] = set()
-        for node in self.nodes:
-            paths = {leaf.path for leaf in leaves(node)}
-            if twice := sorted(paths & seen):
-                raise PlanError(f"block {twice[0]!r} stands in two nodes of the plan; name it once")
-            seen |= paths
+        super().__post_init__()
+        if twice := _repeated(region.path for region in self.regions()):
+            raise PlanError(f"block {twice!r} stands in two nodes of the plan; name it once")
 
     def regions(self) -> list[Region]:
         """Every region of the plan, in the order of the calls."""
         return [leaf for node in self.nodes for leaf in leaves(node)]
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The plan as JSON text; also written to `path` if one is given."""
+        """The plan as JSON text; also written to `path` if one is given.
+
+        Raises:
+            InputError: the file can't be written.
+        """
         text = msgspec.json.format(_ENCODER.encode(self), indent=2).decode()
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            _check_path(path, "a plan is written to a file, not to")
+            try:
+                Path(path).write_text(text + "\n", encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise InputError(
+                    f"can't write the plan to {str(path)!r}: {_reason(error)}; give another path"
+                ) from error
         return text
 
     @classmethod
@@ -120,16 +160,19 @@ class Plan(_Node, frozen=True, kw_only=True):
         Raises:
             PlanError: the file can't be read, or isn't a plan that this version understands.
         """
+        _check_path(source, "a plan is read from JSON text or from a file, not from")
         text = str(source)
-        if isinstance(source, Path) or not text.lstrip().startswith("{"):
-            try:
-                text = Path(source).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise PlanError(f"can't read a plan from {str(source)!r}: {error}") from error
         try:
-            plan = _DECODER.decode(text.encode())
-        except (msgspec.MsgspecError, InputError) as error:
-            raise PlanError(f"{_shorten(str(source))} isn't a plan: {error}") from error
+            if isinstance(source, Path) or not text.lstrip().startswith("{"):
+                text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(f"can't read a plan from {_shorten(str(source))}: {_reason(error)}") from error
+        try:
+            plan = _DECODER.decode(text)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise PlanError(f"{_shorten(str(source))} isn't a plan: {_reason(error)}") from error
+        except RecursionError:
+            raise PlanError(f"{_shorten(str(source))} isn't a plan: it is nested too deep to be read") from None
         if plan.format != FORMAT:
             raise PlanError(f"the plan has format {plan.format}; this version reads format {FORMAT}: make it again")
         return plan
@@ -139,8 +182,18 @@ class Plan(_Node, frozen=True, kw_only=True):
         return hashlib.sha256(_ENCODER.encode([self.nodes, self.when])).hexdigest()[:16]
 
 
+def _check_path(path: object, what: str) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(f"{what} {reprlib.repr(path)}")
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return textwrap.shorten(text or type(error).__name__, 300, placeholder=" ...")
+
+
 def _shorten(text: str) -> str:
-    return repr(text if len(text) < 60 else text[:57] + "...")
+    return repr(text if len(text) <= 200 else text[:197] + "...")
 
 
 _ENCODER = msgspec.json.Encoder()

@@ -5,6 +5,9 @@ They are tagged msgspec structs rather than dataclasses so that a plan file is d
 
 from __future__ import annotations
 
+import functools
+import re
+import reprlib
 from collections.abc import Iterable
 
 import msgspec
@@ -15,18 +18,42 @@ from reforward._errors import InputError
 FAMILIES = ("matmul", "attention", "conv", "norm", "elementwise", "random")
 
 
-class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="is"):
-    pass
+class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of a plan. msgspec checks types when it decodes; here they are checked as well where code makes one.
+
+    Raises:
+        InputError: a field has a value of another type.
+    """
+
+    def __post_init__(self):
+        for field in _fields(type(self)):
+            given = getattr(self, field.name)
+            try:
+                value = msgspec.convert(given, field.type)
+            except msgspec.ValidationError:
+                name, wanted = f"{type(self).__name__}: {field.name}", _type_in_words(field.type)
+                raise InputError(f"{name} must be {wanted}, not {reprlib.repr(given)}") from None
+            msgspec.structs.force_setattr(self, field.name, value)
 
 
-class Device(_Data, frozen=True, kw_only=True, tag="device"):
+@functools.cache
+def _fields(kind: type[Data]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
+def _type_in_words(kind: object) -> str:
+    """`Save | Recompute` rather than its full name."""
+    return kind.__name__ if type(kind) is type(Data) or type(kind) is type else re.sub(r"\b\w+\.", "", str(kind))
+
+
+class Device(Data, frozen=True, kw_only=True, tag_field="is", tag="device"):
     """Saved values stay where they were made."""
 
 
 Place = Device
 
 
-class Ops(_Data, frozen=True, kw_only=True, tag="ops"):
+class Ops(Data, frozen=True, kw_only=True, tag_field="is", tag="ops"):
     """Selects the outputs of one family of operations.
 
     Attributes:
@@ -39,11 +66,12 @@ class Ops(_Data, frozen=True, kw_only=True, tag="ops"):
     within: str | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.family not in FAMILIES:
             raise InputError(f"there is no family of operations {self.family!r}; known are {', '.join(FAMILIES)}")
 
 
-class Modules(_Data, frozen=True, kw_only=True, tag="modules"):
+class Modules(Data, frozen=True, kw_only=True, tag_field="is", tag="modules"):
     """Selects whole submodules: everything that they leave for backward, and their output.
 
     Attributes:
@@ -62,7 +90,7 @@ def selectors(given: str | Selector | Iterable[str | Selector]) -> tuple[Selecto
     Raises:
         InputError: neither a known family nor a pattern (`*.mlp`).
     """
-    if isinstance(given, (str, Ops, Modules)):
+    if isinstance(given, (str, Ops, Modules)) or not isinstance(given, Iterable):
         given = [given]
     result: list[Selector] = []
     for item in given:
@@ -82,7 +110,7 @@ def selectors(given: str | Selector | Iterable[str | Selector]) -> tuple[Selecto
     return tuple(sorted(set(result), key=repr))  # a set in a fixed order: what selects the same is equal
 
 
-class Save(_Data, frozen=True, kw_only=True, tag="save"):
+class Save(Data, frozen=True, kw_only=True, tag_field="is", tag="save"):
     """Everything that backward needs is kept, as without checkpointing.
 
     Attributes:
@@ -91,11 +119,8 @@ class Save(_Data, frozen=True, kw_only=True, tag="save"):
 
     at: Place = Device()
 
-    def __post_init__(self):
-        _check_place(self.at)
 
-
-class Recompute(_Data, frozen=True, kw_only=True, tag="recompute"):
+class Recompute(Data, frozen=True, kw_only=True, tag_field="is", tag="recompute"):
     """Only the block's inputs are kept, and what `save` selects; the rest is computed again when backward needs it.
 
     Attributes:
@@ -108,12 +133,7 @@ class Recompute(_Data, frozen=True, kw_only=True, tag="recompute"):
 
     def __post_init__(self):
         msgspec.structs.force_setattr(self, "save", selectors(self.save))
-        _check_place(self.at)
-
-
-def _check_place(place: object) -> None:
-    if not isinstance(place, Place):
-        raise InputError(f"a place is Device(), not {place!r}")
+        super().__post_init__()
 
 
 Policy = Save | Recompute
