@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from models import ARCHITECTURES, BUILDERS, Case, build
-from reforward._blocks import Block, find_blocks, modules_by_path
+from reforward._blocks import Block, find_blocks, modules_by_path, watching
 from reforward._errors import InputError, PatternError
 
 
@@ -287,3 +287,22 @@ def test_nested_selections_are_refused():
 def test_a_selection_must_be_a_pattern_or_a_class(select: object):
     with pytest.raises(InputError, match="pattern or a module class"):
         find_blocks(build("gpt").model, select)
+
+
+def test_watchers_see_what_blocks_get_and_give_and_leave_no_trace():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] * 0,))
+    model[1].register_forward_hook(lambda module, args, output: output * 0)
+    seen = []
+
+    def begin(path: str, module: nn.Module, args: tuple, kwargs: dict):
+        seen.append(("begins", path, bool(args[0].any())))
+        return (args[0] + 1,), kwargs
+
+    def end(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Tensor):
+        seen.append(("ends", path, bool(output.any())))
+
+    with watching(model, ["1", "1"], begin, end), watching(model, ["1"], lambda *_: seen.append("inner"), end):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert seen == [("begins", "1", False), "inner", ("ends", "1", True), ("ends", "1", True)]

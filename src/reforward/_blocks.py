@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -98,6 +101,26 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
         if path not in found or _wrapped(found[path]) is module:
             found[path] = module
     return found
+
+
+@contextmanager
+def watching(
+    model: nn.Module, paths: Iterable[str], begin: Callable[..., Any], end: Callable[..., Any]
+) -> Iterator[None]:
+    """Watches the calls of modules from outside: what the user's hooks on them do to their arguments happens before
+    `begin`, what they do to their outputs after `end`. Of two watchers, the first is the outer one.
+
+    Args:
+        begin: is given path, module, arguments and keyword arguments, and may return others: `(args, kwargs)`.
+        end: is given the same and the output, and may return another.
+    """
+    by_path = modules_by_path(model)
+    with ExitStack() as stack:
+        for path in dict.fromkeys(paths):
+            module = by_path[path]
+            stack.callback(module.register_forward_pre_hook(partial(begin, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(end, path), prepend=True, with_kwargs=True).remove)
+        yield
 
 
 @dataclass(frozen=True)

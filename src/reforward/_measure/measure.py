@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from reforward._blocks import find_blocks, modules_by_path
+from reforward._blocks import find_blocks, watching
 from reforward._errors import InputError
 from reforward._measure.account import Account, balance, thinned
 from reforward._measure.breakdown import break_down
@@ -169,28 +169,18 @@ class _Profiled:
         return [found for found in self.trace.spans if found.kind == "phase"]
 
 
-@contextmanager
-def _block_spans(model: nn.Module) -> Iterator[None]:
+def _block_spans(model: nn.Module) -> AbstractContextManager[None]:
     """While inside, every call of a block is a span of the trace."""
-    modules = modules_by_path(model)
-    handles = []
-    for block in find_blocks(model):
-        running: list[Any] = []
+    running: list[AbstractContextManager[None]] = []
 
-        def begin(module: nn.Module, args: Any, path: str = block.path, running: list[Any] = running) -> None:
-            running.append(span("block", path))
-            running[-1].__enter__()
+    def begin(path: str, *_: Any) -> None:
+        running.append(span("block", path))
+        running[-1].__enter__()
 
-        def end(module: nn.Module, args: Any, output: Any, running: list[Any] = running) -> None:
-            running.pop().__exit__(None, None, None)
+    def end(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
 
-        handles.append(modules[block.path].register_forward_pre_hook(begin))
-        handles.append(modules[block.path].register_forward_hook(end))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return watching(model, [block.path for block in find_blocks(model)], begin, end)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from reforward import _torch
-from reforward._blocks import Block, modules_by_path
+from reforward._blocks import Block, watching
 from reforward._errors import DryRunError, ReforwardError, StepError
 from reforward._measure.tracker import StorageTracker, Tag
 from reforward._measure.workspace import OutputSizes, Workspaces
@@ -159,8 +159,9 @@ def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant:
     for tensors in static.values():
         tracker.ignore(tensors)
     handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in fake.parameters if p.requires_grad]
-    watch = _Watch(tracker, fake.fake_of)
-    with tracker, watch.flops, watch.blocks(model, blocks):
+    watch = _Watch(tracker, blocks, fake.fake_of)
+    paths = [block.path for block in blocks]
+    with tracker, watch.flops, watching(model, paths, watch.begin_forward, watch.end_forward):
         fake.step.run(variant, phase=watch.phase)
         gradient_bytes = sizes["gradients"] + sum(
             p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None
@@ -243,13 +244,16 @@ class _Flops(_torch.TorchDispatchMode):
 
 
 class _Watch:
-    """Cuts the trace where blocks begin and end."""
+    """Cuts the trace where blocks begin and end. A region is a module's forward, so hooks on the module lie outside."""
 
-    def __init__(self, tracker: StorageTracker, fake_of: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(
+        self, tracker: StorageTracker, blocks: Sequence[Block], fake_of: Callable[[torch.Tensor], torch.Tensor]
+    ):
         self.flops = _Flops()
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker
+        self._blocks = {block.path: block for block in blocks}
         self._fake_of = fake_of
         self._open: tuple[Kind, int] = ("gap", -1)
         self._begin_bytes = 0
@@ -280,37 +284,22 @@ class _Watch:
             yield
             self.cut("gap", -1)
 
-    @contextmanager
-    def blocks(self, model: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
-        """Watches the calls of the blocks. A region is a module's forward, so hooks on the module lie outside of it."""
-        by_path = modules_by_path(model)
-        with ExitStack() as stack:
-            for block in blocks:
-                module = by_path[block.path]
-                begin = module.register_forward_pre_hook(self._beginner(block), with_kwargs=True)
-                stack.callback(begin.remove)
-                end = module.register_forward_hook(self._end_forward, prepend=True, with_kwargs=True)
-                stack.callback(end.remove)
-            yield
-
     def finished_calls(self) -> tuple[BlockCall, ...]:
         """The calls, with what backward told of them."""
         return tuple(replace(call, graded=tuple(sorted(self._graded.get(i, ())))) for i, call in enumerate(self.calls))
 
-    def _beginner(self, block: Block) -> Any:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            given = _torch.tensors_in((args, kwargs))
-            follows = any(reference() is t for reference in self._output for t in given)
-            inputs = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in given)
-            call = len(self.calls)
-            self.calls.append(BlockCall(block=block, follows=follows, output_bytes=0, inputs=inputs))
-            self.cut("forward", call)
-            for tensor in given:
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    tensor.register_hook(lambda gradient, call=call: self._end_backward(call))
-            return self._without_real(args, kwargs)
-
-        return begin
+    def begin_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """To be called before a block runs; gives the arguments to run it with."""
+        given = _torch.tensors_in((args, kwargs))
+        follows = any(reference() is t for reference in self._output for t in given)
+        inputs = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in given)
+        call = len(self.calls)
+        self.calls.append(BlockCall(block=self._blocks[path], follows=follows, output_bytes=0, inputs=inputs))
+        self.cut("forward", call)
+        for tensor in given:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(lambda gradient: self._end_backward(call))
+        return self._without_real(args, kwargs)
 
     def _without_real(self, args: Any, kwargs: Any) -> Any:
         """Arguments in which the fake takes the place of a real tensor that the step's function holds.
@@ -320,7 +309,8 @@ class _Watch:
         leaves, structure = _torch.flatten((args, kwargs))
         return _torch.unflatten([self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
 
-    def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """To be called when a block has run."""
         call = self._open[1]
         given = {id(t) for t in _torch.tensors_in((args, kwargs))}
         tensors = _torch.tensors_in(output)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from reforward import _torch
-from reforward._blocks import modules_by_path
+from reforward._blocks import watching
 from reforward._errors import DryRunError
 from reforward._profile.dry import BlockCall
 from reforward._runtime import Ambient
@@ -94,32 +94,24 @@ def capture_inputs(
     Raises:
         DryRunError: `run` makes other calls than the dry run did.
     """
-    by_path = modules_by_path(model)
     found: dict[int, CallInputs] = {}
     made = 0
     last_output: list[Any] = []
 
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal made
         index, made = made, made + 1
-        if index >= len(calls) or by_path[calls[index].block.path] is not module:
+        if index >= len(calls) or calls[index].block.path != path:
             raise _other_calls(model, index)
         if index in wanted:
             flags = [wants for _, _, wants in calls[index].inputs]
             found[index] = CallInputs(args, kwargs, flags, last_output if index in linked else ())
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
+    def end(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         last_output[:] = _torch.flatten(output)[0]
 
-    handles = []
-    for module in dict.fromkeys(by_path[call.block.path] for call in calls):
-        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), watching(model, [call.block.path for call in calls], begin, end):
+        run()
     if made != len(calls):
         raise _other_calls(model, made)
     return found

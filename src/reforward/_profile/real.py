@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from reforward import _torch
-from reforward._blocks import modules_by_path
+from reforward._blocks import modules_by_path, watching
 from reforward._errors import ReplayError
 from reforward._measure.measure import device_of
 from reforward._measure.state import preserved
@@ -163,7 +163,6 @@ def _seconds_outside(
 ) -> float:
     """Duration of a run without what passes in block calls; measured inside one run, so that noise in blocks
     cancels."""
-    by_path = modules_by_path(model)
     inside = 0.0
 
     def begin(*_: Any) -> None:
@@ -174,14 +173,8 @@ def _seconds_outside(
         nonlocal inside
         inside += _now(device)
 
-    handles = []
-    for module in dict.fromkeys(by_path[call.block.path] for call in calls):
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    try:
+    with watching(model, [call.block.path for call in calls], begin, end):
         return _timed(run, device) - inside
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True, kw_only=True)
