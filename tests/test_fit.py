@@ -121,6 +121,13 @@ def test_budgets_in_words() -> None:
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
+def test_the_plan_of_a_wrapped_model_is_one_for_the_model() -> None:
+    model, step = small_gpt()
+    plan = rf.fit(nn.DataParallel(model), step, "1GiB")
+    assert plan.model_type == "GPT"
+    assert rf.attach(model, plan) is plan
+
+
 def test_a_plan_that_takes_more_than_predicted_is_made_again(monkeypatch: Any) -> None:
     """Where dry runs see too little, measurements decide."""
     right = _fit.dry_run

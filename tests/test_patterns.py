@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reforward._errors import PatternError
-from reforward._patterns import assign, canonical, is_pattern, matches, select
+from reforward._patterns import assign, canonical, matches, select
 
 LAYERS = [f"layers.{i}" for i in range(12)]
 
@@ -68,10 +68,6 @@ def test_select(pattern: str, expected: list[int]):
 )
 def test_matches(pattern: str, path: str, expected: bool):
     assert matches(pattern, path) is expected
-
-
-def test_only_globs_and_ranges_are_patterns():
-    assert [is_pattern(text) for text in ("layers.0", "*.mlp", "layer?", "layers[0:2]")] == [False, True, True, True]
 
 
 def test_nothing_matched_offers_the_nearest_names():

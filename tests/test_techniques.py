@@ -273,6 +273,33 @@ def test_a_model_without_blocks(what: object):
         resolve_plan(nn.Linear(2, 2), what)
 
 
+@pytest.mark.parametrize("model", [None, 3, nn.Linear], ids=repr)
+@pytest.mark.parametrize(
+    "what", [rf.none(), rf.full(), Save(), {"a": Save()}, Plan(nodes=())], ids=lambda what: type(what).__name__
+)
+def test_what_is_no_model(model: object, what: object):
+    with pytest.raises(InputError, match=r"the model must be a torch\.nn\.Module, not"):
+        resolve_plan(model, what)
+    with pytest.raises(InputError, match=r"the model must be a torch\.nn\.Module, not"):
+        rf.full().resolve(model)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([], "blocks is empty"),
+        ("layers.0", "blocks are a list, as find_blocks"),
+        (3, "blocks are a list, as find_blocks"),
+        (["layers.0"], r"'layers\.0' isn't a block; write blocks=find_blocks\(model"),
+        (stack(1), r"GPT has no block 's\.0'"),
+    ],
+    ids=["empty", "text", "number", "paths", "another model's"],
+)
+def test_what_are_no_blocks(blocks: object, message: str):
+    with pytest.raises(InputError, match=message):
+        rf.full().resolve(gpt(2), blocks)
+
+
 def test_resolving_a_policy_gives_it_to_every_block():
     plan = resolve_plan(gpt(2), Recompute(save="attention"))
     assert [region.policy.save for region in plan.regions()] == [(Ops(family="attention"),)] * 2
@@ -300,8 +327,10 @@ def test_a_rule_prefers_blocks_and_else_takes_the_outermost_submodules():
         ({"*.mlp": Recompute(), "layers.0.mlp": Save()}, PatternError, "'layers.0.mlp' is matched by both"),
         ({"layers.0": "recompute"}, InputError, r"'layers.0' needs a policy.* not 'recompute'"),
         ({"layers.0": Recompute(save="*.gate")}, PatternError, r"'\*.gate' matches no"),
+        ({3: Recompute()}, InputError, r"named by a path or pattern such as .*, not 3"),
         ("full", InputError, "can't attach 'full'"),
         (None, InputError, "can't attach None"),
+        (3, InputError, "can't attach 3"),
     ],
 )
 def test_what_can_not_be_resolved(rules: object, error: type[Exception], message: str):
@@ -318,6 +347,43 @@ def test_a_plan_for_another_model_is_refused_with_the_first_names():
     plan = rf.full().resolve(gpt(9))
     with pytest.raises(PlanError, match=r"plan for another model.*'layers.4'; .*'layers.5'; .*'layers.6'; and 2 more"):
         resolve_plan(gpt(4), plan)
+
+
+def test_a_plan_without_nodes_is_for_one_class_of_model_as_well():
+    plan = rf.none().resolve(gpt(1))
+    assert resolve_plan(gpt(2), plan) is plan
+    assert resolve_plan(nn.Linear(2, 2), Plan(nodes=())).nodes == ()
+    with pytest.raises(PlanError, match=r"plan for another model \(GPT, not Linear\)\. Make one for this model"):
+        resolve_plan(nn.Linear(2, 2), plan)
+
+
+class Wrapped(nn.Module):
+    """Puts a model where a wrapper does."""
+
+    def __init__(self, name: str, model: nn.Module):
+        super().__init__()
+        self.add_module(name, model)
+
+
+@pytest.mark.parametrize("names", [["module"], ["_orig_mod", "module"], ["model", "base_model"]], ids=".".join)
+def test_one_plan_serves_a_model_with_and_without_wrappers(names: list[str]):
+    wrapped = model = gpt(1)
+    for name in names:
+        wrapped = Wrapped(name, wrapped)
+    for technique in (rf.none(), rf.full()):
+        bare, inside = technique.resolve(model), technique.resolve(wrapped)
+        assert bare == inside
+        assert resolve_plan(wrapped, bare) is bare
+        assert resolve_plan(model, inside) is inside
+
+
+def test_members_of_a_run_stand_in_the_order_in_which_a_sequential_calls_them():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(12)))
+    forwards = [Region(path=str(index), policy=Save()) for index in (2, 10)]
+    plan = Plan(nodes=(Run(members=tuple(forwards)),))
+    assert resolve_plan(model, plan) is plan
+    with pytest.raises(PlanError, match="'2' runs before '10'; name a run's members in the order"):
+        resolve_plan(model, Plan(nodes=(Run(members=tuple(forwards[::-1])),)))
 
 
 def test_a_plan_for_blocks_of_another_class_is_refused():

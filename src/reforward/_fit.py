@@ -22,7 +22,7 @@ from reforward._runtime import attach, attached
 from reforward._solve import Planner, Solution, explain_peak
 from reforward._solve.frontier import trace_frontier
 from reforward._step import Step
-from reforward._techniques import none
+from reforward._techniques import none, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
 from reforward._verify import Proof, verify, verify_regions
 
@@ -293,7 +293,7 @@ class _Search:
     def _finished(self, plan: Plan, peak_bytes: int) -> Plan:
         return msgspec.structs.replace(
             plan,
-            model_type=type(self._model).__name__,
+            model_type=type_name(self._model),
             budget_bytes=self.budget_bytes,
             predicted_peak_bytes=peak_bytes,
             predicted_plain_peak_bytes=self.profiled.plain.peak_bytes,

@@ -17,6 +17,8 @@ T = TypeVar("T")
 # Put in front of, or between, module names by DDP/DataParallel, torch.compile, FSDP and checkpoint wrappers, PEFT.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
+#: Where PEFT keeps the model that it wraps.
+PEFT_MODEL = _PEFT_PREFIX.rstrip(".")
 _RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")
 
 
@@ -24,11 +26,6 @@ def canonical(path: str) -> str:
     """The module path without the prefixes that wrappers add, so that one plan file serves all."""
     kept = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
     return kept.removeprefix(_PEFT_PREFIX)
-
-
-def is_pattern(text: str) -> bool:
-    """Whether the text selects by glob or range (otherwise it is one exact path)."""
-    return any(mark in text for mark in "*?[")
 
 
 def select(pattern: str, paths: Iterable[str]) -> list[str]:

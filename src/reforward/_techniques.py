@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,11 @@ class Technique(ABC):
             blocks: its blocks, if not those that `find_blocks(model)` finds.
 
         Raises:
-            InputError: the model has no block.
+            InputError: the model has no block, or `blocks` aren't blocks of it.
             PatternError: a pattern for submodules matches nothing in the blocks.
         """
-        blocks = _blocks_of(model) if blocks is None else blocks
-        plan = Plan(nodes=self._nodes(model, blocks), model_type=_type_name(model), when=self.when)
+        blocks = _blocks_of(model) if blocks is None else check_blocks(blocks, model)
+        plan = Plan(nodes=self._nodes(model, blocks), model_type=type_name(model), when=self.when)
         check_plan(plan, model)
         return plan
 
@@ -70,7 +71,7 @@ class Plain(Technique):
     """Nothing is recomputed."""
 
     def resolve(self, model: nn.Module, blocks: Sequence[Block] | None = None) -> Plan:
-        return Plan(nodes=(), model_type=_type_name(model), when=self.when)
+        return Plan(nodes=(), model_type=type_name(model), when=self.when)
 
     def _nodes(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[Node, ...]:
         return ()
@@ -231,6 +232,7 @@ def resolve_plan(model: nn.Module, what: Plan | Technique | Policy | Mapping[str
         PatternError: a pattern matches nothing, or two match one block.
         InputError: anything else.
     """
+    check_model(model)
     if isinstance(what, Plan):
         check_plan(what, model)
         return what
@@ -244,26 +246,61 @@ def resolve_plan(model: nn.Module, what: Plan | Technique | Policy | Mapping[str
         raise InputError(
             f"can't attach {what!r}; give a plan, a technique such as every(2), a policy or a dict of these"
         )
-    plan = Plan(nodes=nodes, model_type=_type_name(model))
+    plan = Plan(nodes=nodes, model_type=type_name(model))
     check_plan(plan, model)
     return plan
 
 
-def check_plan(plan: Plan, model: nn.Module) -> None:
-    """Refuses a plan that names what the model hasn't.
+def check_model(model: object) -> None:
+    """Refuses what isn't a model.
 
     Raises:
-        PlanError: a region's path is unknown, is of another class, or is a list of modules, which is never called.
+        InputError: it isn't.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be a torch.nn.Module, not {reprlib.repr(model)}")
+
+
+def check_blocks(blocks: Sequence[Block], model: nn.Module) -> tuple[Block, ...]:
+    """Blocks as a user gives them, at least one.
+
+    Raises:
+        InputError: they aren't blocks of the model.
+    """
+    check_model(model)
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        raise InputError(f"blocks are a list, as find_blocks(model) gives it, not {blocks!r}")
+    blocks, modules = tuple(blocks), modules_by_path(model)
+    if not blocks:
+        raise InputError("blocks is empty, so there is nothing to recompute; leave it out to have them found")
+    for block in blocks:
+        if not isinstance(block, Block):
+            raise InputError(f"{block!r} isn't a block; write blocks=find_blocks(model, what), with a pattern or class")
+        if block.path not in modules:
+            raise InputError(f"{type_name(model)} has no block {block.path!r}; find the blocks of this model")
+    return blocks
+
+
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """Refuses a plan that was made for another model.
+
+    Raises:
+        PlanError: the model is of another class; a region's path is unknown, is of another class, or is a list of
+            modules, which is never called; a run's members aren't in the order of their calls.
         PatternError: a pattern of a `Recompute(save=...)` matches nothing in the regions that have it.
     """
+    check_model(model)
     modules = modules_by_path(model)
     faults = [fault for region in plan.regions() if (fault := _fault(region, modules)) is not None]
-    if faults:
+    if faults or not _is_a(_unwrapped(modules), plan.model_type):
         shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         raise PlanError(
-            f"this is a plan for another model ({plan.model_type or 'of unknown type'}, not {_type_name(model)}):"
-            f" {shown}. Make one for this model"
+            f"this is a plan for another model ({plan.model_type or 'of unknown type'}, not {type_name(model)})"
+            + (f": {shown}" if shown else "")
+            + ". Make one for this model"
         )
+    for node in plan.nodes:
+        _check_order(node, modules)
     _check_save_patterns(plan, list(modules))
 
 
@@ -271,12 +308,31 @@ def _fault(region: Region, modules: Mapping[str, nn.Module]) -> str | None:
     module = modules.get(region.path)
     if module is None:
         return f"it has no module {region.path!r}"
-    # A class made on the fly (FSDP2, parametrizations) has the original among its bases.
-    if region.module_type is not None and all(base.__name__ != region.module_type for base in type(module).__mro__):
+    if not _is_a(module, region.module_type):
         return f"{region.path!r} is a {type(module).__name__}, not a {region.module_type}"
     if not _is_called(module):
         return f"{region.path!r} is a {type(module).__name__}, which is never called itself; name its members"
     return None
+
+
+def _is_a(module: nn.Module, name: str | None) -> bool:
+    """Whether a module is of the named class; a class made on the fly (FSDP2) has the original among its bases."""
+    return name is None or any(base.__name__ == name for base in type(module).__mro__)
+
+
+def _check_order(node: Node, modules: Mapping[str, nn.Module]) -> None:
+    """Refuses a run whose members stand in another order in the Sequential that calls them.
+
+    In which order other models call their modules isn't known before they run.
+    """
+    for before, after in itertools.pairwise(leaf.path for leaf in leaves(node)):
+        (parent, _, first), (other, _, second) = before.rpartition("."), after.rpartition(".")
+        container = modules.get(parent)
+        if parent != other or container is None or type(container).forward is not nn.Sequential.forward:
+            continue
+        order = [name for name, _ in container.named_children()]
+        if first in order and second in order and order.index(first) > order.index(second):
+            raise PlanError(f"{after!r} runs before {before!r}; name a run's members in the order of their calls")
 
 
 def _check_save_patterns(plan: Plan, paths: Sequence[str]) -> None:
@@ -294,10 +350,11 @@ def _check_save_patterns(plan: Plan, paths: Sequence[str]) -> None:
 
 
 def _blocks_of(model: nn.Module) -> tuple[Block, ...]:
+    check_model(model)
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
-            f"{_type_name(model)} has no blocks: no repeated or large submodules to recompute;"
+            f"{type_name(model)} has no blocks: no repeated or large submodules to recompute;"
             " name some yourself, for example attach(model, {'encoder': Recompute()})"
         )
     return blocks
@@ -353,6 +410,8 @@ def _nested_run(blocks: Sequence[Block], count: int) -> Node:
 
 def _nodes_of_rules(model: nn.Module, rules: Mapping[str, Policy]) -> tuple[Node, ...]:
     for pattern, policy in rules.items():
+        if not isinstance(pattern, str):
+            raise InputError(f"blocks are named by a path or pattern such as 'layers[0:12]', not {pattern!r}")
         if not isinstance(policy, Policy):
             raise InputError(f"{pattern!r} needs a policy, Save() or Recompute(), not {policy!r}")
     modules = modules_by_path(model)
@@ -413,8 +472,14 @@ def _within(path: str, root: str) -> bool:
     return path == root or not root or path.startswith(root + ".")
 
 
-def _type_name(model: nn.Module) -> str:
-    return type(modules_by_path(model)[""]).__name__
+def type_name(model: nn.Module) -> str:
+    """Class name of a model without its wrappers, so that a plan serves it with and without them."""
+    check_model(model)
+    return type(_unwrapped(modules_by_path(model))).__name__
+
+
+def _unwrapped(modules: Mapping[str, nn.Module]) -> nn.Module:
+    return modules.get(_patterns.PEFT_MODEL, modules[""])
 
 
 def _check_count(name: str, value: object, *, alternative: str = "") -> None:
