@@ -1,5 +1,7 @@
 """Blocks that are run by themselves run as they do in the step."""
 
+from itertools import chain, repeat
+
 import pytest
 import torch
 from torch import nn
@@ -74,20 +76,34 @@ def test_an_optimizer_with_a_constructor_of_its_own():
     assert profile.optimizer_bytes == profile.parameter_bytes
 
 
-def test_a_forward_that_takes_another_way_is_refused():
-    turns = iter((True, False, False, False))
+class Stack(nn.Module):
+    """Calls so many of its layers, on its input repeated so often, as the next turn says."""
 
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def __init__(self, turns):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.turns = turns
 
-        def forward(self, x):
-            for layer in self.layers if next(turns) else self.layers[1:]:
-                x = layer(x).tanh()
-            return x
+    def forward(self, x):
+        count, repeats = next(self.turns)
+        x = x.repeat(repeats, 1)
+        for layer in self.layers[:count]:
+            x = layer(x).tanh()
+        return x.sum()
 
-    model = Skips()
+
+@pytest.mark.parametrize("times", [1, 6], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ((3, 1), (2, 1), r"block call 2 was layers\.2 with \(2, 8\) float32, and is now missing"),
+        ((2, 1), (3, 1), r"block call 2 was missing, and is now layers\.2 with \(2, 8\) float32"),
+        ((3, 1), (3, 2), r"block call 0 was layers\.0 with \(2, 8\) float32, and is now layers\.0 with \(4, 8\)"),
+    ],
+    ids=["fewer calls", "more calls", "another shape"],
+)
+def test_a_step_that_differs_from_time_to_time_is_refused(first, then, words, times):
+    model = Stack(chain(repeat(first, times), repeat(then)))
     blocks = rf.find_blocks(model, nn.Linear)
-    with pytest.raises(rf.DryRunError, match="calls other blocks"):
-        rf.profile(model, lambda: model(torch.ones(2, 8)).sum(), blocks=blocks)
+    with pytest.raises(rf.DryRunError, match=words):
+        rf.profile(model, lambda: model(torch.ones(2, 8)), blocks=blocks)

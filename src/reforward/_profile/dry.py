@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,9 @@ class BlockCall:
     output_bytes: int
     inputs: tuple[Any, ...]
     graded: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return described(self.block.path, self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,32 @@ def dry_run(
             " is it another model's step?"
         )
     return result
+
+
+def inputs_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """`BlockCall.inputs` of these arguments."""
+    return tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in _torch.tensors_in((args, kwargs)))
+
+
+def described(path: str, inputs: tuple[Any, ...]) -> str:
+    """A block call in words; requires_grad isn't part of it."""
+    tensors = ", ".join(f"{shape} {kind.removeprefix('torch.')}" for shape, kind, _ in inputs)
+    return f"{path} with {tensors or 'no tensors'}"
+
+
+def check_same_calls(model: nn.Module, before: Sequence[BlockCall], now: Sequence[BlockCall | str]) -> None:
+    """To be called with the calls of two runs of one step; of the second, `described` is enough.
+
+    Raises:
+        DryRunError: they differ.
+    """
+    for index, (one, other) in enumerate(zip_longest(map(str, before), map(str, now), fillvalue="missing")):
+        if one != other:
+            raise DryRunError(
+                f"the step of {type(model).__name__} isn't the same each time it runs: block call {index} was {one},"
+                f" and is now {other}. Give a step that takes the same way, and batches of several lengths one by one:"
+                " Step(loss_fn, [batch, ...])"
+            )
 
 
 def _refusal(model: nn.Module, error: Exception) -> DryRunError:
@@ -292,9 +322,10 @@ class _Watch:
         """To be called before a block runs; gives the arguments to run it with."""
         given = _torch.tensors_in((args, kwargs))
         follows = any(reference() is t for reference in self._output for t in given)
-        inputs = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in given)
         call = len(self.calls)
-        self.calls.append(BlockCall(block=self._blocks[path], follows=follows, output_bytes=0, inputs=inputs))
+        self.calls.append(
+            BlockCall(block=self._blocks[path], follows=follows, output_bytes=0, inputs=inputs_of(args, kwargs))
+        )
         self.cut("forward", call)
         for tensor in given:
             if tensor.requires_grad and torch.is_grad_enabled():

@@ -12,8 +12,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._blocks import watching
-from reforward._errors import DryRunError
-from reforward._profile.dry import BlockCall
+from reforward._profile.dry import BlockCall, check_same_calls, described, inputs_of
 from reforward._runtime import Ambient
 
 
@@ -92,17 +91,17 @@ def capture_inputs(
         linked: those of them that take the output of the call before as it comes, so that it needn't be kept.
 
     Raises:
-        DryRunError: `run` makes other calls than the dry run did.
+        DryRunError: `run` makes other calls than the dry run did, or with other shapes.
     """
     found: dict[int, CallInputs] = {}
-    made = 0
+    expected, made = [*map(str, calls)], list[str]()
     last_output: list[Any] = []
 
     def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal made
-        index, made = made, made + 1
-        if index >= len(calls) or calls[index].block.path != path:
-            raise _other_calls(model, index)
+        index = len(made)
+        made.append(described(path, inputs_of(args, kwargs)))
+        if made[index:] != expected[index : index + 1]:
+            check_same_calls(model, calls, made)
         if index in wanted:
             flags = [wants for _, _, wants in calls[index].inputs]
             found[index] = CallInputs(args, kwargs, flags, last_output if index in linked else ())
@@ -112,13 +111,5 @@ def capture_inputs(
 
     with torch.no_grad(), watching(model, [call.block.path for call in calls], begin, end):
         run()
-    if made != len(calls):
-        raise _other_calls(model, made)
+    check_same_calls(model, calls, made)
     return found
-
-
-def _other_calls(model: nn.Module, index: int) -> DryRunError:
-    return DryRunError(
-        f"{type(model).__name__} calls other blocks (from block call {index} on) than it does on tensors without values"
-        " or than it did a moment ago; give a step whose forward takes the same way each time"
-    )

@@ -14,7 +14,7 @@ from reforward._blocks import Block, find_blocks, modules_by_path
 from reforward._errors import DryRunError
 from reforward._plan import Plan, Region
 from reforward._policy import Policy, Save
-from reforward._profile.dry import BlockCall, DryRun, Segment, dry_run
+from reforward._profile.dry import BlockCall, DryRun, Segment, check_same_calls, dry_run
 from reforward._profile.real import RealCosts, learn_variant, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
@@ -63,7 +63,7 @@ def profile(
         blocks: as `find_blocks` gives them; None finds them.
 
     Raises:
-        DryRunError: the model can't be run on fake tensors.
+        DryRunError: the model can't be run on fake tensors, or the step isn't the same each time it runs.
         StepError: the step can't be run, or calls no block.
     """
     return profile_step(model, Step.of(step), blocks=blocks).profile
@@ -94,6 +94,7 @@ def profile_step(
         progress("dry runs of the options", 0.5 + 0.5 * number / len(costs.policies))
         with attached(model, Plan(nodes=tuple(Region(path=block.path, policy=policy) for block in found))):
             runs[policy] = dry_run(model, step, found, variant=variant, knowledge=costs.knowledge)
+            check_same_calls(model, first[variant].calls, runs[policy].calls)
     made = _assemble(model, found, runs, costs)
     return Profiled(
         profile=made,
