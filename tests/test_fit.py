@@ -290,6 +290,37 @@ def test_the_smallest_budget_that_is_named_can_be_met(make: Callable[[], tuple[n
     assert rf.measure(model, step, repeats=1).peak_bytes <= smallest
 
 
+def tiny() -> tuple[nn.Module, rf.Step]:
+    model, batch = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4))), torch.randn(2, 4)
+    return model, rf.Step(lambda: model(batch).square().mean())
+
+
+def refused(model: nn.Module, step: rf.Step, budget: int) -> rf.BudgetError:
+    with pytest.raises(rf.BudgetError) as error:
+        rf.fit(model, step, budget)
+    assert error.value.smallest_bytes > budget == error.value.budget_bytes
+    return error.value
+
+
+def test_the_smallest_budget_of_a_tiny_model_can_be_met() -> None:
+    model, step = tiny()
+    smallest = refused(model, step, 1).smallest_bytes
+    rf.fit(model, step, smallest)
+    assert rf.measure(model, step, repeats=1).peak_bytes <= smallest
+
+
+def test_a_budget_that_a_measurement_refused_is_told_what_was_measured(monkeypatch: Any) -> None:
+    model, step = tiny()
+    rf.fit(model, step, refused(model, step, 1).smallest_bytes)
+    peak = rf.measure(model, step, repeats=1).peak_bytes
+    right = _fit.dry_run
+    monkeypatch.setattr(_fit, "dry_run", lambda *a, **k: replace(right(*a, **k), peak_bytes=peak - 200))
+    error = refused(model, step, peak - 100)
+    assert f"({error.smallest_bytes} bytes, as measured; {peak - 200} B were predicted)" in str(error)
+    rf.fit(model, step, error.smallest_bytes)
+    assert rf.measure(model, step, repeats=1).peak_bytes <= error.smallest_bytes
+
+
 @pytest.mark.parametrize(
     "budget", [float("nan"), 0, -1, "-5GiB", "abc", "", "0%", "nan%", "5 furlongs", float("inf"), True, None]
 )
@@ -299,6 +330,39 @@ def test_a_budget_that_is_none(budget: Any) -> None:
     with pytest.raises(rf.InputError):
         rf.fit(model, step, budget)
     assert fingerprint(model, step.optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([], "blocks is empty"),
+        (["layers.0"], "'layers.0' isn't a block; write blocks=find_blocks"),
+        (rf.find_blocks(nn.Sequential(nn.LSTM(2, 2), nn.LSTM(2, 2))), "GPT has no block '0'"),
+    ],
+    ids=["empty", "paths", "another model's"],
+)
+@pytest.mark.parametrize("function", [rf.explain, lambda *a, **k: rf.fit(*a, "1GiB", **k)], ids=["explain", "fit"])
+def test_what_are_no_blocks(function: Callable[..., Any], blocks: Any, message: str) -> None:
+    model, step = small_gpt()
+    before = fingerprint(model, step.optimizer)
+    with pytest.raises(rf.InputError, match=message):
+        function(model, step, blocks=blocks)
+    assert fingerprint(model, step.optimizer) == before
+
+
+@pytest.mark.parametrize("function", [rf.explain, lambda *a: rf.fit(*a, "1GiB")], ids=["explain", "fit"])
+def test_what_is_no_model_or_step(function: Callable[..., Any]) -> None:
+    model, step = small_gpt()
+    with pytest.raises(rf.InputError, match=r"the model must be a torch\.nn\.Module, not None"):
+        function(None, step)
+    with pytest.raises(rf.StepError, match="must be callable, not None"):
+        function(model, None)
+
+
+@pytest.mark.parametrize("accumulate", [0, 1.5, True, "2", None])
+def test_micro_batches_are_counted(accumulate: Any) -> None:
+    with pytest.raises(rf.StepError, match=f"at least 1, not {accumulate!r}"):
+        rf.Step(lambda: torch.ones(1), accumulate=accumulate)
 
 
 def no_scalar() -> tuple[nn.Module, Any]:

@@ -22,7 +22,7 @@ from reforward._runtime import attach, attached
 from reforward._solve import Planner, Solution, explain_peak
 from reforward._solve.frontier import trace_frontier
 from reforward._step import Step
-from reforward._techniques import none, type_name
+from reforward._techniques import check_blocks, check_model, none, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
 from reforward._verify import Proof, verify, verify_regions
 
@@ -31,8 +31,9 @@ Progress = Callable[[str, float], None]
 # Rounds of planning: the solver adds up blocks, the dry run and the measurement see the step as a whole.
 _ROUNDS = 10
 _FRONTIER_POINTS = 12
-# A dry run doesn't see the scalars that autograd keeps, a few bytes each; a budget is only promised with room for them.
-_DRY_RUN_ERROR = 0.001
+# A dry run doesn't see the scalars that autograd keeps, a few bytes each; a budget is only promised with room for them:
+# this share of the peak, and at least so many bytes.
+_DRY_RUN_ERROR, _DRY_RUN_ERROR_BYTES = 0.001, 1024
 # A step is taken to fit if this share of the room stays free beside it.
 _RESERVE = 0.1
 
@@ -185,7 +186,8 @@ def explain(
         forward left for backward), "head" (what the forward outside of blocks left), "temporaries".
     """
     step = Step.of(step)
-    found = blocks or find_blocks(model)
+    check_model(model)
+    found = find_blocks(model) if blocks is None else check_blocks(blocks, model)
     with attached(model, none()):
         runs = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
     return max(runs, key=lambda run: run.peak_bytes).breakdown
@@ -227,6 +229,9 @@ class _Search:
         self._model = model
         self._step = step
         self._tell = tell
+        check_model(model)
+        if blocks is not None:
+            blocks = check_blocks(blocks, model)
         share = _checked(budget)
         self._device = device_of(model)
         self.profiled: Profiled = profile_step(
@@ -238,25 +243,27 @@ class _Search:
     def run(self, *, repeats: int) -> _Found:
         """Plans, and plans again for less while the step takes more than the solver thought.
 
-        The solver adds up blocks; the dry run and the measurement see the step as a whole.
+        The solver adds up blocks; the dry run and the measurement see the step as a whole. The plan with the smallest
+        peak is tried last.
 
         Args:
             repeats: how many steps are timed.
         """
         target = self.budget_bytes
-        for _ in range(_ROUNDS):
+        for left in reversed(range(_ROUNDS)):
             self._tell("planning", 0.45)
-            solution = self._solve(target)
-            peak = self._dry_peak(solution.plan)
+            solution = self._solve(target) if left else self.planner.smallest
+            peak, measured = self._dry_peak(solution.plan), None
             if peak <= self.budget_bytes:
                 self._tell("measuring the planned step", 0.55)
                 measured = self._measure(solution.plan, repeats)
                 if measured.peak_bytes <= self.budget_bytes:
                     plan = self._finished(solution.plan, peak)
                     return _Found(solution=solution, plan=plan, dry_peak_bytes=peak, measured=measured)
-                peak = measured.peak_bytes
-            target -= peak - self.budget_bytes
-        raise self._refusal()
+            if solution.plan.nodes == self.planner.smallest.plan.nodes:
+                raise self._refusal(peak, measured)
+            target -= (measured.peak_bytes if measured else peak) - self.budget_bytes
+        raise AssertionError("unreachable")
 
     def plain_fits(self) -> bool:
         """Whether the plain step is known to fit beside what is in memory now."""
@@ -268,10 +275,7 @@ class _Search:
         try:
             return self.planner.find(target)
         except (BudgetError, InputError):
-            smallest = self.planner.smallest
-            if self._dry_peak(smallest.plan) <= self.budget_bytes:
-                return smallest
-            raise self._refusal() from None
+            return self.planner.smallest
 
     def _measure(self, plan: Plan, repeats: int) -> Measurement:
         with attached(self._model, plan):
@@ -305,12 +309,17 @@ class _Search:
         part, of_device = share
         return int(part * (total_bytes(self._device) if of_device else self.profiled.plain.peak_bytes))
 
-    def _refusal(self) -> BudgetError:
-        smallest = math.ceil(self._dry_peak(self.planner.smallest.plan) * (1 + _DRY_RUN_ERROR))
+    def _refusal(self, dry_peak_bytes: int, measured: Measurement | None) -> BudgetError:
+        """Of the plan with the smallest peak, by its dry run and, if that was within the budget, as measured."""
+        if measured is not None:
+            smallest, how = measured.peak_bytes, f", as measured; {format_bytes(dry_peak_bytes)} were predicted"
+        else:
+            unseen = max(dry_peak_bytes * _DRY_RUN_ERROR, _DRY_RUN_ERROR_BYTES)
+            smallest, how = math.ceil(dry_peak_bytes + unseen), ""
         cause = explain_peak(self.profiled.profile, self.planner.smallest.timeline)
         return BudgetError(
             f"no plan fits {format_bytes(self.budget_bytes)}: the smallest peak is {format_bytes(smallest)}"
-            f" ({smallest} bytes). {cause}",
+            f" ({smallest} bytes{how}). {cause}",
             budget_bytes=self.budget_bytes,
             smallest_bytes=smallest,
         )

@@ -42,7 +42,7 @@ class Step:
             )
         if self.batches is not None and len(self.batches) == 0:
             raise StepError("a step needs at least one batch; leave `batches` out if loss_fn takes none")
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise StepError(f"accumulate must be a whole number of at least 1, not {self.accumulate!r}")
 
     @classmethod
