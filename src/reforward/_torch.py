@@ -116,12 +116,20 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread.
+
+    Checked on 2.13.0: the engine numbers its passes; -1 means none.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
     """Calls back when the running backward pass ends; False (and nothing is queued) outside of one.
 
     Checked on 2.13.0: DDP and FSDP2 queue their final callbacks the same way.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         return False
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
     return True

@@ -47,6 +47,47 @@ def test_given_one_tensor_twice_as_in_the_step():
     assert seen == {True}
 
 
+class Descent(nn.Module):
+    """A block that goes down the gradient of an energy; of its input itself, or of a copy cut off from it."""
+
+    def __init__(self, cut_off):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.cut_off = cut_off
+
+    def forward(self, x):
+        y = x.detach().requires_grad_() if self.cut_off else x
+        (force,) = torch.autograd.grad(self.energy(y).sum(), y, create_graph=True)
+        return x - 0.1 * force
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_blocks_that_differentiate_in_their_forward(cut_off):
+    model, batch = nn.Sequential(nn.Linear(16, 16), *(Descent(cut_off) for _ in range(3))), torch.randn(128, 16)
+    blocks = rf.find_blocks(model, Descent)
+
+    def loss():
+        return model(batch).square().mean()
+
+    plan = rf.fit(model, loss, "90%", blocks=blocks)
+    assert plan.nodes
+    assert plan.predicted_peak_bytes == pytest.approx(rf.measure(model, loss, repeats=1).peak_bytes, rel=0.001)
+    events = rf.profile(model, loss, blocks=blocks).events
+    assert [event.call for event in events if event.kind == "backward"] == [2, 1, 0]
+
+
+def test_a_gradient_taken_outside_of_the_blocks_is_refused():
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+
+    def loss():
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    with pytest.raises(rf.DryRunError, match=r"Sequential takes a gradient outside of its blocks .* blocks="):
+        rf.profile(model, loss)
+
+
 def test_what_overwrites_its_input_is_no_block():
     model = nn.Sequential(*[part for _ in range(3) for part in (nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))])
     images = torch.randn(2, 4, 16, 16)

@@ -62,6 +62,7 @@ class BlockCall:
         output_bytes: size of the storages of its output.
         inputs: shape, type and requires_grad of each tensor it was given.
         graded: which of its output tensors got a gradient.
+        differentiates: whether its forward took a gradient.
     """
 
     block: Block
@@ -69,6 +70,7 @@ class BlockCall:
     output_bytes: int
     inputs: tuple[Any, ...]
     graded: tuple[int, ...] = ()
+    differentiates: bool = False
 
     def __str__(self) -> str:
         return described(self.block.path, self.inputs)
@@ -191,7 +193,7 @@ def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant:
     handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in fake.parameters if p.requires_grad]
     watch = _Watch(tracker, blocks, fake.fake_of)
     paths = [block.path for block in blocks]
-    with tracker, watch.flops, watching(model, paths, watch.begin_forward, watch.end_forward):
+    with tracker, watch.operations, watching(model, paths, watch.begin_forward, watch.end_forward):
         fake.step.run(variant, phase=watch.phase)
         gradient_bytes = sizes["gradients"] + sum(
             p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None
@@ -258,18 +260,25 @@ _FLOPS = {
 }
 
 
-class _Flops(_torch.TorchDispatchMode):
-    """Counts the floating-point operations of what runs, by torch's own formulas."""
+class _Operations(_torch.TorchDispatchMode):
+    """Notes what runs.
+
+    Attributes:
+        flops: floating-point operations so far, by torch's own formulas.
+        in_backward: whether any of them was part of a backward pass; to be reset by who asks.
+    """
 
     def __init__(self):
         super().__init__()
-        self.total = 0
+        self.flops = 0
+        self.in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.in_backward = self.in_backward or _torch.in_backward()
         result = func(*args, **(kwargs or {}))
         formula = _FLOPS.get(_torch.packet(func))
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
 
@@ -279,7 +288,7 @@ class _Watch:
     def __init__(
         self, tracker: StorageTracker, blocks: Sequence[Block], fake_of: Callable[[torch.Tensor], torch.Tensor]
     ):
-        self.flops = _Flops()
+        self.operations = _Operations()
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker
@@ -295,7 +304,7 @@ class _Watch:
         """Ends the open segment and begins another."""
         mark = self._tracker.mark("")
         kind_before, call_before = self._open
-        delta, flops = mark.live_bytes - self._begin_bytes, self.flops.total - self._begin_flops
+        delta, flops = mark.live_bytes - self._begin_bytes, self.operations.flops - self._begin_flops
         peak = max(mark.peak_bytes - self._begin_bytes, 0)
         if kind_before != "gap" or delta or peak or flops:
             self.segments.append(
@@ -305,7 +314,7 @@ class _Watch:
                 )
             )  # fmt: skip
         self._open = kind, call
-        self._begin_bytes, self._begin_flops = mark.live_bytes, self.flops.total
+        self._begin_bytes, self._begin_flops = mark.live_bytes, self.operations.flops
         self._tracker.label = self.calls[call].block.path if call >= 0 else ""
 
     @contextmanager
@@ -327,6 +336,7 @@ class _Watch:
             BlockCall(block=self._blocks[path], follows=follows, output_bytes=0, inputs=inputs_of(args, kwargs))
         )
         self.cut("forward", call)
+        self.operations.in_backward = False
         for tensor in given:
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(lambda gradient: self._end_backward(call))
@@ -347,14 +357,15 @@ class _Watch:
         tensors = _torch.tensors_in(output)
         self._output = [weakref.ref(t) for t in tensors]
         size = sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
-        self.calls[call] = replace(self.calls[call], output_bytes=size)
+        differentiates = self.operations.in_backward
+        self.calls[call] = replace(self.calls[call], output_bytes=size, differentiates=differentiates)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad and id(tensor) not in given:  # what is only passed on was made elsewhere
                 tensor.register_hook(lambda gradient, index=index: self._begin_backward(call, index))
         self.cut("gap", -1)
 
     def _begin_backward(self, call: int, output: int) -> None:
-        if is_replaying():
+        if is_replaying() or self._tracker.phase == "forward":  # where a later block takes a gradient for itself
             return
         if call not in self._graded:
             self._graded[call] = set()

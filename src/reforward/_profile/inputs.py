@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._blocks import watching
+from reforward._errors import DryRunError
 from reforward._profile.dry import BlockCall, check_same_calls, described, inputs_of
 from reforward._runtime import Ambient
 
@@ -27,14 +28,15 @@ class CallInputs:
     """Arguments of a block call, kept by value, a tensor that is given twice once; and the autocast that was on.
 
     Args:
-        requires_grad: of each tensor among the arguments, in order.
+        call: the call, as the dry run met it.
         previous: leaves of the output of the call before; arguments that are among them are linked, not kept.
     """
 
-    def __init__(self, args: Any, kwargs: Any, requires_grad: Sequence[bool], previous: Sequence[Any] = ()):
+    def __init__(self, args: Any, kwargs: Any, call: BlockCall, previous: Sequence[Any] = ()):
+        self._differentiates = call.differentiates
         leaves, self._structure = _torch.flatten((args, kwargs))
         positions = {id(leaf): index for index, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
-        wants = iter(requires_grad)
+        wants = iter([wants for _, _, wants in call.inputs])
         self._ambient = Ambient.capture(tuple({"cpu", *(t.device.type for t in leaves if isinstance(t, torch.Tensor))}))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in positions}
         kept = {key: tensor.detach().clone() for key, tensor in given.items()}
@@ -66,13 +68,50 @@ class CallInputs:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Autocast and attention backends as they were at the call."""
+        """Autocast and attention backends as they were at the call; gradients on if it takes some in its forward."""
         entered = self._ambient.enter()
         try:
-            yield
+            with torch.enable_grad() if self._differentiates else nullcontext():
+                yield
         finally:
             if entered is not None:
                 entered.close()
+
+
+@contextmanager
+def without_graph(model: nn.Module, calls: Sequence[BlockCall]) -> Iterator[None]:
+    """While inside, a forward leaves no graph. Blocks that take gradients in it have one of their own while they run.
+
+    Raises:
+        DryRunError: the forward takes a gradient outside of its blocks.
+    """
+
+    def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        torch.set_grad_enabled(True)
+        return _exchanged((args, kwargs), lambda t: t.detach().requires_grad_(t.is_floating_point()))
+
+    def end(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        torch.set_grad_enabled(False)
+        return _exchanged(output, torch.Tensor.detach)
+
+    try:
+        with torch.no_grad(), watching(model, [call.block.path for call in calls if call.differentiates], begin, end):
+            yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise DryRunError(
+            f"the forward of {type(model).__name__} takes a gradient outside of its blocks ({error}), but it is run"
+            " without gradients to see what each block is given. Name what takes it as a block with blocks=, or put a"
+            " plan on without profiling: rf.attach(model, rf.full())"
+        ) from error
+
+
+def _exchanged(tree: Any, new: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The tree with other tensors; where one occurs twice, so does the new one."""
+    leaves, structure = _torch.flatten(tree)
+    made = {id(leaf): new(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return _torch.unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
 def capture_inputs(
@@ -103,13 +142,12 @@ def capture_inputs(
         if made[index:] != expected[index : index + 1]:
             check_same_calls(model, calls, made)
         if index in wanted:
-            flags = [wants for _, _, wants in calls[index].inputs]
-            found[index] = CallInputs(args, kwargs, flags, last_output if index in linked else ())
+            found[index] = CallInputs(args, kwargs, calls[index], last_output if index in linked else ())
 
     def end(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         last_output[:] = _torch.flatten(output)[0]
 
-    with torch.no_grad(), watching(model, [call.block.path for call in calls], begin, end):
+    with watching(model, [call.block.path for call in calls], begin, end), without_graph(model, calls):
         run()
     check_same_calls(model, calls, made)
     return found

@@ -28,7 +28,7 @@ from reforward._measure.workspace import OutputSizes, Workspaces
 from reforward._plan import Plan, Region
 from reforward._policy import Policy, Recompute, Save, selectors
 from reforward._profile.dry import BlockCall, Knowledge
-from reforward._profile.inputs import CallInputs, capture_inputs
+from reforward._profile.inputs import CallInputs, capture_inputs, without_graph
 from reforward._runtime import attached, families_of
 from reforward._step import Step
 
@@ -152,7 +152,7 @@ def _forward(
     sizes = OutputSizes()
     with sizes:
         inputs = capture_inputs(model, calls, lambda: step.loss(variant), wanted=wanted)
-    with torch.no_grad():
+    with without_graph(model, calls):
         seconds = min(_seconds_outside(model, calls, lambda: step.loss(variant), device) for _ in range(2))
         trace = record(lambda: step.loss(variant), device=device, shapes=True)
     return inputs, seconds, Knowledge(workspaces=Workspaces.from_trace(trace), output_sizes=sizes)
