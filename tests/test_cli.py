@@ -31,6 +31,8 @@ SCRIPT = """
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     (tmp_path / "cli_script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "deep.json").write_text('{"nodes": ' + '[{"is": "run", "members": ' * 100_000)
+    (tmp_path / "occupied/plan.json").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -153,8 +155,15 @@ def test_what_nobody_expected_shows_its_traceback(fitted, capsys):
         (["fit", "--model", "hf:nowhere"], "no such file or directory"),
         (["fit", "--seq-len", "0"], "seq_len must be at least 1"),
         (["fit", "--out", "cli_script.py/out"], "can't make the directory"),
+        (["fit", "--out", "a\0b"], "can't make the directory"),
+        (["fit", "--out", "occupied"], "can't write 'occupied/plan.json': it is a directory; give another"),
+        (["fit", "--seed", str(2**64)], "--seed must fit into 64 bits"),
+        (["fit", "--batch-size", str(10**20)], "can't make the step of the embedded model: "),
+        (["fit", "--model", "builtins:dict"], "builtins:dict must return (model, step) or (model, batch), not a dict"),
+        (["fit", "--model", "sys:exit"], "sys:exit failed: SystemExit"),
         (["verify", "nowhere.json"], "can't read a plan from 'nowhere.json'"),
         (["verify", "cli_script.py"], "isn't a plan"),
+        (["verify", "deep.json"], "isn't a plan: it is nested too deep"),
         (["verify"], "requires an argument"),
         (["bogus"], "Unknown command"),
     ],

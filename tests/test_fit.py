@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -446,6 +447,8 @@ def test_a_plan_that_was_on_the_model_survives_a_failure() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
+    import sys
+
     import torch
     from torch import nn
 
@@ -459,6 +462,42 @@ SCRIPT = """
     def no_scalar():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return model, rf.Step(lambda: model(torch.ones(2, 4)))
+
+    def failing(what, calls=0):
+        model, step = make()
+        counter = iter(range(10**6))
+
+        def loss():
+            if next(counter) >= calls:
+                what()
+            return step.loss_fn()
+
+        return model, rf.Step(loss, optimizer=step.optimizer)
+
+    def raises():
+        return failing(lambda: {}["missing"])
+
+    def exits():
+        return failing(sys.exit)
+
+    def has_another_shape():
+        return failing(lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+
+    def fails_later():
+        return failing(lambda: 1 / 0 if torch.is_grad_enabled() else None, calls=1)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no way back")
+
+    def fails_backward():
+        model, step = make()
+        return model, rf.Step(lambda: Failing.apply(step.loss_fn()))
 """
 
 
@@ -499,3 +538,33 @@ def test_the_command_says_what_is_wrong(
     assert message in err
     assert "Traceback" not in err
     assert not (script / "reforward-out/plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises", r"the step of fit_script:raises failed: KeyError: 'missing' \(.*fit_script\.py, line \d+\)\n"),
+        ("exits", r"the step of fit_script:exits failed: SystemExit \(.*fit_script\.py, line \d+\)\n"),
+        ("has_another_shape", r"failed: RuntimeError: mat1 and mat2 shapes .* \(.*fit_script\.py, line \d+\)\n"),
+    ],
+)
+@pytest.mark.parametrize("command", [["fit"], ["explain"], ["verify", "plan.json"]], ids=lambda command: command[0])
+def test_a_step_that_fails_by_itself(script: Any, capsys: Any, command: list[str], function: str, message: str) -> None:
+    (script / "plan.json").write_text('{"nodes": []}')
+    assert main([*command, "--model", f"fit_script:{function}"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+    assert not (script / "reforward-out/plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("fails_later", "ZeroDivisionError: division by zero"), ("fails_backward", "ValueError: no way back")],
+)
+def test_a_step_whose_forward_does_not_fail_again(script: Any, capsys: Any, function: str, message: str) -> None:
+    (script / "plan.json").write_text('{"nodes": []}')
+    assert main(["verify", "plan.json", "--model", f"fit_script:{function}"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(rf"the step of fit_script:{function} failed: {message} \(.*fit_script\.py, line \d+\)\n", err), err
+    assert "Traceback" not in err

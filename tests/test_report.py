@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -160,6 +161,19 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(rf.InputError, match=r"can't make the directory '.*file/out'.*--out"):
         files.make_directory(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("name", [files.PLAN, files.MEASUREMENTS, files.PICTURE])
+def test_a_file_that_cannot_be_written_is_named_early_and_late(tmp_path, name, monkeypatch):
+    (tmp_path / name).mkdir()
+    with pytest.raises(rf.InputError, match=f"can't write '.*{name}': it is a directory; give another.*--out"):
+        files.make_directory(tmp_path)
+    with pytest.raises(rf.InputError, match=r"can't write .*: Is a directory"):
+        files.write_files(tmp_path, "a model", fit_report(), [], remark=print)
+    (tmp_path / name).rmdir()
+    monkeypatch.setattr(files.os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(rf.InputError, match="it is read-only; give another"):
+        files.make_directory(tmp_path)
 
 
 # --- screen -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 What a command calls is imported when it is called, so that `--help` is instant.
 
-Exit codes: 0 all is well; 1 the proof failed; 2 the input can't be used; 3 no plan fits the budget; 130 interrupted.
-Anything else that goes wrong is a bug, here or in the model: its traceback is shown and the code is 70.
+Exit codes: 0 all is well; 1 the proof failed; 2 the input can't be used, or the model's own code fails; 3 no plan fits
+the budget; 130 interrupted. Anything else that goes wrong is a bug: its traceback is shown and the code is 70.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fit(
         Print one JSON document on stdout and nothing else.
     """
     from reforward._fit import fit_report
-    from reforward._load import load
+    from reforward._load import load, running
     from reforward._report import files, tables
     from reforward._report.screen import Screen
     from reforward._runtime import attached
@@ -70,11 +70,12 @@ def fit(
         screen.progress("building the model", 0.0)
         loaded = load(options)
         training = train(loaded.step, steps, loaded.batches)
-        report = fit_report(loaded.model, loaded.step, budget, progress=screen.progress)
+        with running(loaded):
+            report = fit_report(loaded.model, loaded.step, budget, progress=screen.progress)
         screen.show(tables.fit_tables(report))
         taken = []
         if not report.proof.differences:
-            with attached(loaded.model, report.plan):
+            with running(loaded), attached(loaded.model, report.plan):
                 for step in training:
                     taken.append(step)
                     screen.show(tables.training_line(len(taken), steps, step))
@@ -94,7 +95,7 @@ def explain(options: Options = _EMBEDDED, *, json: Json = False) -> int:
         Print one JSON document on stdout and nothing else.
     """
     from reforward._fit import explain as explain_step
-    from reforward._load import load
+    from reforward._load import load, running
     from reforward._report import tables
     from reforward._report.screen import Screen
 
@@ -102,7 +103,8 @@ def explain(options: Options = _EMBEDDED, *, json: Json = False) -> int:
         screen.progress("building the model", 0.0)
         loaded = load(options)
         screen.progress("profiling", 0.0)
-        breakdown = explain_step(loaded.model, loaded.step)
+        with running(loaded):
+            breakdown = explain_step(loaded.model, loaded.step)
         screen.show(tables.breakdown_table(breakdown))
         screen.document({"model": loaded.name, "breakdown_bytes": dict(breakdown)})
     return OK
@@ -119,7 +121,7 @@ def verify(plan: Path, options: Options = _EMBEDDED, *, json: Json = False) -> i
     json
         Print one JSON document on stdout and nothing else.
     """
-    from reforward._load import load
+    from reforward._load import load, running
     from reforward._plan import Plan
     from reforward._report import files, tables
     from reforward._report.screen import Screen
@@ -130,7 +132,8 @@ def verify(plan: Path, options: Options = _EMBEDDED, *, json: Json = False) -> i
         screen.progress("building the model", 0.0)
         loaded = load(options)
         screen.progress("verifying", 0.0)
-        proof = verify_step(loaded.model, loaded.step, chosen)
+        with running(loaded):
+            proof = verify_step(loaded.model, loaded.step, chosen)
         screen.show(tables.proof_text(proof))
         screen.document({"model": loaded.name, "proof": files.proof_document(proof)})
     return PROOF_FAILED if proof.differences else OK
@@ -147,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, BAD_INPUT)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except Exception:
+    except (Exception, SystemExit):
         traceback.print_exc()
         return BUG
 

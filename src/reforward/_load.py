@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from reforward import _step
 from reforward._default import autocast, best_device, default_step, make_optimizer, text_batches
-from reforward._errors import InputError, ReforwardError
+from reforward._errors import DryRunError, InputError, ReforwardError, StepError
 from reforward._options import ModelOptions
 from reforward._step import Step
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SEQ_LEN, _BATCH_SIZE, _DTYPE, _OPTIMIZER = 256, 6, "float32", "adamw"
+_SEEDS = range(-(2**63), 2**64)  # what torch takes
+_HERE, _TORCH = (str(Path(str(module.__file__)).parent) + os.sep for module in (_step, torch))
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -49,12 +52,15 @@ def load(options: ModelOptions) -> Loaded:
     Raises:
         InputError: a module, function, file or value that can't be used.
     """
+    if options.seed not in _SEEDS:
+        raise InputError(f"--seed must fit into 64 bits, and {options.seed} doesn't")
     torch.manual_seed(options.seed)
-    if options.model is None:
-        return _load_default(options)
-    if options.model.startswith("hf:"):
+    if options.model is not None and not options.model.startswith("hf:"):
+        return _load_function(options.model, options)
+    with _reported_as(f"can't make the step of {options.model or 'the embedded model'}"):
+        if options.model is None:
+            return _load_default(options)
         return _load_transformers(options.model.removeprefix("hf:"), options)
-    return _load_function(options.model, options)
 
 
 def _load_default(options: ModelOptions) -> Loaded:
@@ -134,8 +140,7 @@ def _find_function(spec: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a script next to the user is a module to them
     with _reported_as(f"can't import {module_name!r} (looked in the current directory and the installed packages)"):
-        module = importlib.import_module(module_name)
-    function = getattr(module, function_name, None)
+        function = getattr(importlib.import_module(module_name), function_name, None)
     if not callable(function):
         raise InputError(f"{module_name!r} has no function {function_name!r}")
     return function
@@ -143,7 +148,10 @@ def _find_function(spec: str) -> Callable[..., Any]:
 
 def _arguments(spec: str, function: Callable[..., Any], options: ModelOptions) -> dict[str, Any]:
     """The options that the function takes and that were given, by parameter name."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-in functions don't say
+        parameters = ()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
     given = {
@@ -226,19 +234,63 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
+def running(loaded: Loaded) -> Iterator[None]:
+    """A context that runs the model's step: what goes wrong in the step itself becomes a StepError that says where.
+
+    It was the step if its forward, run plainly once more, ends in the same way, or if the step was running and the code
+    that failed isn't reforward's. Other errors stay as they are.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        cause = error.__cause__ if isinstance(error, DryRunError) else error
+        if cause is None or isinstance(cause, ReforwardError):
+            raise
+        again = _failure(loaded.step)
+        if again is not None and type(again) is type(cause):
+            cause = again
+        elif isinstance(error, DryRunError) or not _raised_in_step(cause):
+            raise
+        raise StepError(f"the step of {loaded.name} failed: {_summary(cause)}{_place(cause)}") from cause
+
+
+def _failure(step: Step) -> BaseException | None:
+    """What the step's forward raises without a plan; without gradients it needs little memory."""
+    try:
+        with torch.no_grad():
+            for variant in range(step.variants):
+                step.loss(variant)
+    except (Exception, SystemExit) as error:
+        return error
+    return None
+
+
+def _raised_in_step(error: BaseException) -> bool:
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
+    return _step.__file__ in files and (last == _step.__file__ or not last.startswith(_HERE))
+
+
+@contextmanager
 def _reported_as(what: str) -> Iterator[None]:
     """Turns what the user's own code raises into an InputError that says where."""
     try:
         yield
     except ReforwardError:
         raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if frame.filename.startswith("<") else f" ({frame.filename}, line {frame.lineno})"
-        raise InputError(f"{what}: {_summary(error)}{place}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what}: {_summary(error)}{_place(error)}") from error
 
 
-def _summary(error: Exception) -> str:
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's own code, in brackets."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", _TORCH, _HERE)):
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""
+
+
+def _summary(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from reforward._train import TrainedStep
 
 PLAN, MEASUREMENTS, PICTURE = "plan.json", "measurements.json", "report.png"
+_ANOTHER = "give another directory with --out"
 _NO_PICTURE = f"{PICTURE} wasn't drawn: matplotlib isn't installed (pip install 'reforward[plot]')"
 
 
@@ -23,31 +25,44 @@ def make_directory(path: Path) -> Path:
     """The directory for the files, made if it isn't there.
 
     Raises:
-        InputError: it can't be made.
+        InputError: it can't be made, or a file in it can't be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"can't make the directory {str(path)!r}: {error.strerror}; give another one with --out"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"can't make the directory {str(path)!r}: {_reason(error)}; {_ANOTHER}") from error
+    for file in (path / PLAN, path / MEASUREMENTS, path / PICTURE):
+        if file.is_dir():
+            raise InputError(f"can't write {str(file)!r}: it is a directory; {_ANOTHER}")
+        if not os.access(file if file.exists() else path, os.W_OK):
+            raise InputError(f"can't write {str(file)!r}: it is read-only; {_ANOTHER}")
     return path
 
 
 def write_files(
     directory: Path, name: str, report: FitReport, training: Sequence[TrainedStep], *, remark: Callable[[str], None]
 ) -> list[Path]:
-    """Writes all files and returns their paths; without matplotlib there is no picture, and a remark says so."""
+    """Writes all files and returns their paths; without matplotlib there is no picture, and a remark says so.
+
+    Raises:
+        InputError: a file can't be written.
+    """
     report.plan.to_json(directory / PLAN)
     text = json.dumps(fit_document(name, report, training, timelines=True))
-    (directory / MEASUREMENTS).write_text(text + "\n", encoding="utf-8")
     written = [directory / PLAN, directory / MEASUREMENTS]
     try:
+        (directory / MEASUREMENTS).write_text(text + "\n", encoding="utf-8")
         save_plot(report, directory / PICTURE)
+    except OSError as error:
+        raise InputError(f"can't write into {str(directory)!r}: {_reason(error)}; {_ANOTHER}") from error
     except ImportError:
         remark(_NO_PICTURE)
         return written
     return [*written, directory / PICTURE]
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def fit_document(
