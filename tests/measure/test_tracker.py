@@ -173,10 +173,12 @@ def test_resizing_is_followed() -> None:
 
 def test_tags_sum_to_the_live_bytes_and_follow_retag() -> None:
     with StorageTracker() as tracker:
-        with tracker.in_phase("forward"), tracker.labelled("layers.0"):
+        with tracker.in_phase("forward"):
+            tracker.label = "layers.0"
             a = torch.ones(10)
-            with tracker.labelled("layers.0.mlp"):
-                b = torch.ones(20)
+            tracker.label = "layers.0.mlp"
+            b = torch.ones(20)
+            tracker.label = ""
         with tracker.in_phase("backward"):
             c = torch.ones(30)
         here = torch.ones(40)

@@ -17,10 +17,14 @@ from reforward import _errors as errors
 from reforward._plan import Plan, Region, Run
 from reforward._policy import Recompute, Save
 from reforward._profile_type import Event, Profile
-from reforward._solve import Allow, Planner, Timeline, find, frontier, simulate, smallest_peak, solve
+from reforward._solve import Allow, Peak, Planner, Timeline, explain_peak, find, frontier, simulate, solve
 
 SINGLES = Allow(runs=False)
 TWO_LEVELS = Allow(depth=2)
+
+
+def smallest_peak(profile: Profile, allow: Allow | None = None) -> Peak:
+    return explain_peak(profile, Planner(profile, allow).smallest.timeline)
 
 
 def plans_of_single_blocks(profile: Profile):

@@ -102,7 +102,7 @@ class StorageTracker(TorchDispatchMode):
         on_op: called after every operation.
 
     Attributes:
-        phase, label: the current tag; set them, or use `in_phase` and `labelled`.
+        phase, label: the current tag; set them, or use `in_phase` for the phase.
         live_bytes: what is live now.
         peak_bytes: the highest that live bytes, plus a workspace, have been.
         peak_by_tag: the live bytes after the operation that reached it, by tag.
@@ -153,15 +153,6 @@ class StorageTracker(TorchDispatchMode):
             yield
         finally:
             self.phase = outer
-
-    @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
-        """Sets `label` for a while."""
-        outer, self.label = self.label, label
-        try:
-            yield
-        finally:
-            self.label = outer
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never counts these tensors' storages, even if they grow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reforward._errors import InputError
 from reforward._plan import Plan
 from reforward._profile_type import Profile
-from reforward._solve.frontier import FrontierPoint, frontier, smallest_peak
+from reforward._solve.frontier import FrontierPoint, frontier
 from reforward._solve.options import Allow
 from reforward._solve.peak import Peak, explain_peak
 from reforward._solve.planner import Planner, Solution
@@ -24,7 +24,6 @@ __all__ = [
     "find",
     "frontier",
     "simulate",
-    "smallest_peak",
     "solve",
 ]
 

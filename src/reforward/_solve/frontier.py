@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from reforward._errors import InputError
 from reforward._profile_type import Profile
 from reforward._solve.options import Allow
-from reforward._solve.peak import Peak, explain_peak
 from reforward._solve.planner import Planner, Solution
 
 _LIMIT_SECONDS = 1.0  # per point: a plot needs no proof
@@ -56,8 +55,3 @@ def trace_frontier(planner: Planner, points: int) -> tuple[FrontierPoint, ...]:
             best = solution
         found.append(FrontierPoint(budget_bytes=budget, solution=best))
     return tuple(found)
-
-
-def smallest_peak(profile: Profile, *, allow: Allow | None = None) -> Peak:
-    """The smallest peak over the candidates, and what makes it up."""
-    return explain_peak(profile, Planner(profile, allow).smallest.timeline)
