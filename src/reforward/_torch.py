@@ -153,11 +153,23 @@ def fake_mode() -> Any:
     """A context in which tensors have shapes and no values; real tensors that are met count as fake ones.
 
     Checked on 2.13.0: the one way to trace a step for another device's kernels without memory; torch.export and
-    FSDP's memory tracker are built on it.
+    FSDP's memory tracker are built on it. Its form of a grouped product (the experts of a mixture) takes bfloat16 only,
+    where the kernels take other types, too; it ends with the function that is called here.
     """
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    def grouped(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+        return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+    class Mode(FakeTensorMode):
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.ops.aten._grouped_mm.default:
+                return super().dispatch(func, types, args, kwargs)
+            with self:
+                return grouped(*args, **(kwargs or {}))
+
+    return Mode(allow_non_fake_inputs=True)
 
 
 def put_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:

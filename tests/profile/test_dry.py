@@ -156,6 +156,35 @@ def test_the_peak_in_every_setting(make: Callable[[], tuple[nn.Module, rf.Step]]
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.002)
 
 
+class Experts(nn.Module):
+    """Three matrices, each for its third of the rows."""
+
+    def __init__(self, width: int, out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, width, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = (torch.arange(1, 4) * (len(x) // 3)).int()
+        return F.grouped_mm(x, self.weight, offs=offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_count_every_row_once(dtype: torch.dtype) -> None:
+    model, batch = nn.Sequential(Experts(32, 64), Experts(64, 32)).to(dtype), torch.randn(48, 32, dtype=dtype)
+    run = dry(model, rf.Step(lambda: model(batch).sin().mean()))
+    products = [(s.kind, s.call, s.flops // (2 * 48 * 32 * 64)) for s in run.segments if s.kind != "gap"]
+    assert products == [("forward", 0, 1), ("forward", 1, 1), ("backward", 1, 2), ("backward", 0, 1)]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_can_be_fitted() -> None:
+    model, loss = models.build("qwen2_moe")
+    plan = rf.fit(model, loss, "70%")
+    measured = rf.measure(model, loss, repeats=1)
+    assert plan.predicted_peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    assert measured.peak_bytes < 0.7 * (plan.predicted_plain_peak_bytes or 0)
+
+
 def test_calls_and_who_follows_whom() -> None:
     calls = dry(*shared()).calls
     assert [(call.block.path, call.follows) for call in calls] == [("block", False)] + [("block", True)] * 3

@@ -249,10 +249,16 @@ def _breakdown(sizes: dict[str, int], tracker: StorageTracker) -> dict[str, int]
     return parts
 
 
+def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every row of one matrix meets one of the other, whichever group it is in; two stacks are a batched product."""
+    return 2 * (len(a) if a.dim() == b.dim() == 3 else 1) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
 _aten = torch.ops.aten
 # torch's table has no entry for the fused attention of CPUs; the other fused kernels take the same arguments.
 _FLOPS = {
     **flop_registry,
+    _aten._grouped_mm: _grouped_mm_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _aten._scaled_dot_product_flash_attention_backward
