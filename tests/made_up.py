@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import reforward as rf
+from reforward._measure.measurement import Breakdown
 
 MIB = 2**20
 ATTENTION = rf.Recompute(save="attention")
@@ -25,16 +26,16 @@ def fit_report(**changes):
         "plan": plan,
         "profile": SimpleNamespace(blocks=tuple(f"h.{index}" for index in range(4))),
         "budget_bytes": 600 * MIB,
-        "breakdown": {
-            "parameters": 200 * MIB,
-            "buffers": 0,
-            "gradients": 100 * MIB,
-            "optimizer": 200 * MIB,
-            "batch": 0,
-            **{f"block:h.{index}": 100 * MIB for index in range(4)},
-            "head": 60 * MIB,
-            "temporaries": 40 * MIB,
-        },
+        "breakdown": Breakdown(
+            parameters=200 * MIB,
+            buffers=0,
+            gradients=100 * MIB,
+            optimizer_state=200 * MIB,
+            batch=0,
+            blocks={f"h.{index}": 100 * MIB for index in range(4)},
+            loss_head=60 * MIB,
+            temporaries=40 * MIB,
+        ),
         "predicted_plain": SimpleNamespace(peak_bytes=1100 * MIB, seconds=2.2),
         "predicted_planned": SimpleNamespace(peak_bytes=550 * MIB, seconds=2.75),
         "measured_plain": measurement(1000 * MIB, 2.0),

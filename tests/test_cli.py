@@ -108,7 +108,7 @@ def test_explain_shows_the_breakdown(fitted, capsys):
     assert main(["explain", "--model", "cli_script:make"]) == 0
     assert "optimizer state" in capsys.readouterr().out
     assert main(["explain", "--model", "cli_script:make", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["breakdown_bytes"] == fitted.outcome[0].breakdown
+    assert json.loads(capsys.readouterr().out)["breakdown_bytes"] == fitted.outcome[0].breakdown.to_dict()
 
 
 @pytest.mark.parametrize(("differences", "code"), [((), 0), (("loss",), 1)])

@@ -234,7 +234,7 @@ def test_the_report_of_a_step_that_fits() -> None:
     assert report.measured_plain.peak_bytes == pytest.approx(report.predicted_plain.peak_bytes, rel=0.02)
     assert report.measured_planned.peak_bytes == pytest.approx(report.predicted_planned.peak_bytes, rel=0.02)
     assert report.measured_planned.peak_bytes <= report.budget_bytes == report.plan.budget_bytes
-    assert sum(report.breakdown.values()) == report.predicted_plain.peak_bytes
+    assert report.breakdown.total == report.predicted_plain.peak_bytes
     assert report.solver_status == "optimal"
     assert all(point.peak_bytes <= point.budget_bytes for point in report.frontier)
     assert [p.budget_bytes for p in report.frontier] == sorted(p.budget_bytes for p in report.frontier)
@@ -261,10 +261,11 @@ def test_explain_sums_to_the_peak() -> None:
     before = fingerprint(model, step.optimizer)
     parts = rf.explain(model, step)
     assert fingerprint(model, step.optimizer) == before
-    assert sum(parts.values()) == pytest.approx(rf.measure(model, step, repeats=1).peak_bytes, rel=0.001)
-    assert parts["parameters"] == sum(p.nbytes for p in model.parameters())
-    assert parts["optimizer"] == parts["parameters"]
-    assert [part for part in parts if part.startswith("block:")] == [f"block:layers.{index}" for index in range(3)]
+    measured = rf.measure(model, step, repeats=1)
+    assert parts.total == pytest.approx(measured.peak_bytes, rel=0.001)
+    assert parts.parameters == parts.optimizer_state == sum(p.nbytes for p in model.parameters())
+    assert list(parts.blocks) == [f"layers.{index}" for index in range(3)]
+    assert type(parts) is type(measured.breakdown)
 
 
 # What it refuses

@@ -95,6 +95,20 @@ def test_the_breakdown_sums_blocks_and_leaves_out_what_is_nothing():
     assert first.startswith("activations of h.0"), "the biggest part comes first"
 
 
+def test_a_breakdown_prints_as_a_list_and_goes_to_json():
+    breakdown = fit_report().breakdown
+    lines = str(breakdown).splitlines()
+    assert [line.split() for line in (lines[0], lines[2], lines[-1])] == [
+        ["200", "MiB", "parameters"],
+        ["100", "MiB", "gradients"],
+        ["0.98", "GiB", "in", "all"],
+    ]
+    assert "100 MiB  h.3" in str(breakdown)
+    assert "buffers" not in str(breakdown)
+    data = json.loads(json.dumps(breakdown.to_dict()))
+    assert type(breakdown)(**data) == breakdown
+
+
 def test_the_comparison_shows_both_steps_and_the_errors():
     table = tables.comparison_table(fit_report())
     assert lines_with(table, "peak, plain", "+10.0%")

@@ -106,7 +106,7 @@ def explain(options: Options = _EMBEDDED, *, json: Json = False) -> int:
         with running(loaded):
             breakdown = explain_step(loaded.model, loaded.step)
         screen.show(tables.breakdown_table(breakdown))
-        screen.document({"model": loaded.name, "breakdown_bytes": dict(breakdown)})
+        screen.document({"model": loaded.name, "breakdown_bytes": breakdown.to_dict()})
     return OK
 
 

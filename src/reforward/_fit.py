@@ -14,9 +14,10 @@ from reforward._blocks import Block, find_blocks
 from reforward._errors import BudgetError, InputError, ReplayMismatchError
 from reforward._measure import Measurement, measure
 from reforward._measure.measure import device_of
+from reforward._measure.measurement import Breakdown
 from reforward._measure.room import room_bytes, total_bytes
 from reforward._plan import Plan
-from reforward._profile import Profiled, dry_run, profile_step
+from reforward._profile import DryRun, Profiled, dry_run, profile_step
 from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
 from reforward._solve import Planner, Solution, explain_peak
@@ -64,8 +65,7 @@ class FitReport:
         plan: the plan, with its predictions.
         profile: the step in numbers.
         budget_bytes: the budget in bytes.
-        breakdown: bytes at the plain step's peak: "parameters", "buffers", "gradients", "optimizer", "batch",
-            "block:<path>", "head", "temporaries".
+        breakdown: where the plain step's peak comes from, as predicted.
         predicted_plain, predicted_planned: of the heaviest batch.
         measured_plain: None where the plain step isn't known to fit.
         measured_planned: of the batch that took most.
@@ -77,7 +77,7 @@ class FitReport:
     plan: Plan
     profile: Profile
     budget_bytes: int
-    breakdown: dict[str, int]
+    breakdown: Breakdown
     predicted_plain: Prediction
     predicted_planned: Prediction
     measured_plain: Measurement | None
@@ -161,7 +161,7 @@ def fit_report(
         plan=found.plan,
         profile=profiled.profile,
         budget_bytes=search.budget_bytes,
-        breakdown=profiled.plain.breakdown,
+        breakdown=_breakdown(profiled.plain),
         predicted_plain=Prediction(peak_bytes=profiled.plain.peak_bytes, seconds=planner.plain.seconds),
         predicted_planned=Prediction(peak_bytes=found.dry_peak_bytes, seconds=found.solution.timeline.seconds),
         measured_plain=measured_plain,
@@ -176,21 +176,23 @@ def fit_report(
 
 def explain(
     model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None
-) -> dict[str, int]:
-    """Where the peak of the plain step comes from, in bytes that sum to it, from a dry run: the step isn't run.
+) -> Breakdown:
+    """Where the peak of the plain step comes from, from a dry run: the step isn't run.
 
-    Workspaces of kernels, which only a real run shows, aren't in it.
+    Workspaces of kernels, which only a real run shows, aren't in it. Of several batches, the heaviest is explained.
+
+    Args:
+        blocks: as `find_blocks` gives them; None finds them.
 
     Returns:
-        Bytes by part: "parameters", "buffers", "gradients", "optimizer", "batch", "block:<path>" (what the block's
-        forward left for backward), "head" (what the forward outside of blocks left), "temporaries".
+        Bytes by part, which sum to the peak. `print` shows them as a list, `to_dict` gives them for JSON.
     """
     step = Step.of(step)
     check_model(model)
     found = find_blocks(model) if blocks is None else check_blocks(blocks, model)
     with attached(model, none()):
         runs = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
-    return max(runs, key=lambda run: run.peak_bytes).breakdown
+    return _breakdown(max(runs, key=lambda run: run.peak_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +333,20 @@ def _checked(budget: str | int | float) -> tuple[float, bool] | None:
     if share is None:
         parse_bytes(budget)
     return share
+
+
+def _breakdown(run: DryRun) -> Breakdown:
+    parts = run.breakdown
+    return Breakdown(
+        parameters=parts["parameters"],
+        buffers=parts["buffers"],
+        gradients=parts["gradients"],
+        optimizer_state=parts["optimizer"],
+        batch=parts["batch"],
+        blocks={name.removeprefix("block:"): size for name, size in parts.items() if name.startswith("block:")},
+        loss_head=parts.get("head", 0),
+        temporaries=parts["temporaries"],
+    )
 
 
 def _prove_regions(model: nn.Module, step: Step, plan: Plan, profiled: Profiled) -> Proof:

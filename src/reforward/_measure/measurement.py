@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from reforward._units import format_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
@@ -56,6 +58,16 @@ class Breakdown:
         """The sum of the parts."""
         static = self.parameters + self.buffers + self.gradients + self.optimizer_state + self.batch
         return static + self.saved_activations + self.loss_head + self.temporaries
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts as plain dicts and numbers, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = [(name.replace("_", " "), size) for name, size in self.to_dict().items() if name != "blocks"]
+        largest_first = sorted([*parts, *self.blocks.items()], key=lambda part: -part[1])
+        rows = [*((name, size) for name, size in largest_first if size), ("in all", self.total)]
+        return "\n".join(f"{format_bytes(size):>8}  {name}" for name, size in rows)
 
 
 @dataclass(frozen=True, kw_only=True)

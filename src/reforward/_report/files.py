@@ -81,7 +81,7 @@ def fit_document(
         "budget_bytes": report.budget_bytes,
         "plan": json.loads(report.plan.to_json()),
         "solver": {"status": report.solver_status, "gap": report.solver_gap, "seconds": report.solver_seconds},
-        "breakdown_bytes": dict(report.breakdown),
+        "breakdown_bytes": report.breakdown.to_dict(),
         "plain": _side(report.predicted_plain, report.measured_plain, timelines),
         "planned": _side(report.predicted_planned, report.measured_planned, timelines),
         "proof": proof_document(report.proof),

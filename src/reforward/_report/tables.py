@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,10 @@ from reforward._units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from reforward._fit import FitReport, Proof
+    from reforward._measure.measurement import Breakdown
     from reforward._train import TrainedStep
 
-_LABELS = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "batch": "batch",
-    "head": "activations of the loss head",
-    "temporaries": "temporaries",
-}
-_BLOCK = "block:"
+_LABELS = {"optimizer_state": "optimizer state", "loss_head": "activations of the loss head"}
 _BAR_WIDTH = 24
 _DIFFERENCES_SHOWN = 10
 
@@ -47,15 +39,14 @@ def fit_tables(report: FitReport) -> RenderableType:
     )
 
 
-def breakdown_table(breakdown: Mapping[str, int]) -> RenderableType:
+def breakdown_table(breakdown: Breakdown) -> RenderableType:
     """Where the peak of the plain step comes from, its blocks summed per stack."""
-    blocks = {name.removeprefix(_BLOCK): size for name, size in breakdown.items() if name.startswith(_BLOCK)}
-    parts = [(_LABELS.get(name, name), size) for name, size in breakdown.items() if not name.startswith(_BLOCK)]
+    parts = [(_LABELS.get(name, name), size) for name, size in breakdown.to_dict().items() if name != "blocks"]
     parts += [
         (f"activations of {row.label}" + (f" ({row.blocks} blocks)" if row.blocks > 1 else ""), size)
-        for row, size in stack_totals(blocks)
+        for row, size in stack_totals(breakdown.blocks)
     ]
-    total = sum(breakdown.values())
+    total = breakdown.total
     table = _table("Where the peak of the plain step comes from", "part", ">bytes", ">share", "")
     for label, size in sorted(parts, key=lambda part: -part[1]):
         if size:
