@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -12,7 +13,7 @@ import reforward as rf
 from models import OWN, Case, build
 from reforward._measure.account import balance, thinned
 from reforward._measure.static import Holding
-from reforward._measure.trace import MemoryEvent
+from reforward._measure.trace import MemoryEvent, record
 
 FLOAT = 4
 
@@ -207,6 +208,15 @@ def test_account_of_events_by_hand() -> None:
     assert account.live == (100, 150, 150, 160, 110, 10, 30)
     assert (account.peak, account.peak_bytes) == (2, 160)
     assert {a.address for a in account.allocations if a.lives_at(account.peak)} == {1, 2, 3}
+
+
+def test_the_profiler_is_freed_with_its_trace() -> None:
+    gc.disable()
+    try:
+        record(lambda: torch.ones(3), device=torch.device("cpu"))
+        assert not [item for item in gc.get_objects() if type(item) is torch.profiler.profile]
+    finally:
+        gc.enable()
 
 
 def test_thinning_keeps_extremes_and_order() -> None:

@@ -105,6 +105,7 @@ def record(run: Callable[[], object], *, device: torch.device, shapes: bool = Fa
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = _DECODER.decode(path.read_bytes()).traceEvents
+    vars(profiler).clear()  # it holds itself through methods of its own, and the whole trace with it
     return Trace(
         memory=tuple(sorted(_memory(events, device), key=lambda event: event.time)),
         spans=tuple(sorted(_spans(events), key=lambda found: found.begin)),
