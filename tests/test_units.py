@@ -24,7 +24,7 @@ def test_parse_bytes(text: object, expected: int):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "6 GiG", "six", "-1GiB", "0", "0.5", 0, -3, math.nan, math.inf, "nan", True, None, [1], "60%"]
+    "text", ["", "GiB", "6 GiG", "six", "-1GiB", "0", "0.5", 0, -3, math.nan, math.inf, "nan", True, None, [1], "60%", 10**400]
 )
 def test_what_is_not_bytes(text: object):
     with pytest.raises(InputError):
@@ -44,9 +44,10 @@ def test_what_is_no_share(text: str):
     assert parse_share(text) is None
 
 
-def test_a_share_of_nothing():
-    with pytest.raises(InputError, match="'0%' leaves nothing"):
-        parse_share("0%")
+@pytest.mark.parametrize("text", ["0%", "9" * 400 + "%"])
+def test_a_share_of_nothing_or_everything(text: str):
+    with pytest.raises(InputError, match="give a share above 0%"):
+        parse_share(text)
 
 
 @pytest.mark.parametrize(

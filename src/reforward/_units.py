@@ -26,7 +26,7 @@ def parse_bytes(text: str | int | float) -> int:
     Decimal units (kB, MB, GB) are powers of ten and binary ones (KiB, MiB, GiB) powers of two.
 
     Raises:
-        InputError: not a number with a known unit, or not finite and positive.
+        InputError: not a number with a known unit, or not positive, or beyond 64 bits.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise InputError(f"a size in bytes must be a number or text like '6GiB', not {text!r}")
@@ -36,9 +36,9 @@ def parse_bytes(text: str | int | float) -> int:
             raise InputError(f"can't read {text!r} as bytes; write for example '6GiB', '900MB' or 1500000000")
         value = float(match[1]) * _UNITS[match[2].upper()]
     else:
-        value = float(text)
-    if not math.isfinite(value) or value < 1:
-        raise InputError(f"a size in bytes must be finite and at least 1, not {text!r}")
+        value = text
+    if not 1 <= value < 2**63:
+        raise InputError(f"a size in bytes must be at least 1 and fit into 64 bits, not {text!r}")
     return int(value)
 
 
@@ -48,14 +48,14 @@ def parse_share(text: str) -> tuple[float, bool] | None:
     The flag says whether the share is of the device's memory rather than of the plain step's peak.
 
     Raises:
-        InputError: a percentage that isn't above 0.
+        InputError: a percentage that isn't finite and above 0.
     """
     match = _SHARE.fullmatch(text)
     if match is None:
         return None
     share = float(match[1]) / 100
-    if not share > 0:
-        raise InputError(f"a budget of {text!r} leaves nothing; give a share above 0%")
+    if not 0 < share < math.inf:
+        raise InputError(f"a budget of {text!r} is nothing, or endless; give a share above 0%")
     return share, match[2] is not None
 
 
