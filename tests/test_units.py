@@ -24,7 +24,8 @@ def test_parse_bytes(text: object, expected: int):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "6 GiG", "six", "-1GiB", "0", "0.5", 0, -3, math.nan, math.inf, "nan", True, None, [1], "60%", 10**400]
+    "text",
+    ["", "GiB", "6 GiG", "six", "-1GiB", "0", "0.5", 0, -3, math.nan, math.inf, "nan", True, None, [1], "60%", 10**400],
 )
 def test_what_is_not_bytes(text: object):
     with pytest.raises(InputError):
