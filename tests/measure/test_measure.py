@@ -211,6 +211,7 @@ def test_account_of_events_by_hand() -> None:
 
 
 def test_the_profiler_is_freed_with_its_trace() -> None:
+    gc.collect()
     gc.disable()
     try:
         record(lambda: torch.ones(3), device=torch.device("cpu"))
