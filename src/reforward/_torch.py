@@ -5,11 +5,14 @@ Everything here was checked on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 
@@ -27,24 +30,6 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     """The inverse of `flatten`."""
     return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
-
-
-_PLAIN_LEAVES = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str})
-
-
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """`flatten` of a call's arguments, quick where none of them is a container."""
-    if _PLAIN_LEAVES.issuperset(map(type, args)) and _PLAIN_LEAVES.issuperset(map(type, kwargs.values())):
-        return [*args, *kwargs.values()], (len(args), tuple(kwargs))
-    return pytree.tree_flatten((args, kwargs))
-
-
-def unflatten_call(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inverse of `flatten_call`."""
-    if type(structure) is tuple:
-        count, names = structure
-        return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-    return pytree.tree_unflatten(leaves, structure)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -258,3 +243,142 @@ def needs_values(error: Exception) -> bool:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def registered_node(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """How values of a class that was registered with the pytree (ModelOutput) are taken apart and put together."""
+    node = pytree.SUPPORTED_NODES.get(cls)
+    return (node.flatten_fn, node.unflatten_fn) if node is not None else None
+
+
+class OwnFunctionMode(TorchFunctionMode):
+    """Base of the function modes of our own: no setting that a replay would have to find."""
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The user's function modes that are active, from the outermost in; `with torch.device(...)` is one.
+
+    Checked on 2.13.0: torch itself walks the stack this way; there is no public way to see which modes are on.
+    """
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return ()
+    modes = [torch._C._get_function_stack_at(i) for i in range(count)]
+    return tuple([mode for mode in modes if not isinstance(mode, OwnFunctionMode)])
+
+
+@contextmanager
+def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """A context in which these modes are active, and those of our own that are on already; no others.
+
+    Checked on 2.13.0: `torch.overrides._pop_mode_temporarily` is what torch itself sets modes aside with.
+    """
+    with ExitStack() as stack:
+        own = []
+        for _ in range(torch._C._len_torch_function_stack()):
+            mode = stack.enter_context(torch.overrides._pop_mode_temporarily())
+            if isinstance(mode, OwnFunctionMode):
+                own.insert(0, mode)
+        for mode in [*modes, *own]:
+            stack.enter_context(mode)
+        yield
+
+
+class CachedParametrizations:
+    """What `torch.nn.utils.parametrize.cached()` holds; equal if it holds the very same tensors.
+
+    Checked on 2.13.0: the cache is two globals of that module.
+    """
+
+    def __init__(self, values: dict[Any, Any]):
+        self._values = values.copy()
+
+    @classmethod
+    def now(cls) -> CachedParametrizations | None:
+        """What is held; None outside of `cached()`."""
+        module = sys.modules.get("torch.nn.utils.parametrize")
+        return cls(module._cache) if module is not None and module._cache_enabled else None
+
+    @staticmethod
+    @contextmanager
+    def shown(wanted: CachedParametrizations | None) -> Iterator[None]:
+        """A context in which `cached()` holds this, or isn't on."""
+        module: Any = sys.modules["torch.nn.utils.parametrize"]
+        before = module._cache_enabled, module._cache
+        module._cache_enabled = int(wanted is not None)
+        module._cache = wanted._values.copy() if wanted is not None else {}
+        try:
+            yield
+        finally:
+            module._cache_enabled, module._cache = before
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, CachedParametrizations)
+            and self._values.keys() == other._values.keys()
+            and all(value is other._values[key] for key, value in self._values.items())
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def hook_tables(module: nn.Module) -> list[tuple[dict[int, Any], tuple[dict[int, Any], ...]]]:
+    """The forward hooks of a module: pre-hooks and hooks, each with the dicts that hold their options by the same keys.
+
+    Checked on 2.13.0: `register_forward_hook` fills these dicts, and nothing else says which hooks there are.
+    """
+    return [
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def global_hook_tables() -> list[tuple[dict[int, Any], tuple[dict[int, Any], ...]]]:
+    """The forward hooks of all modules, as `hook_tables` gives them.
+
+    Checked on 2.13.0: `register_module_forward_hook` fills these dicts.
+    """
+    from torch.nn.modules import module
+
+    return [
+        (module._global_forward_pre_hooks, ()),
+        (
+            module._global_forward_hooks,
+            (module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called),
+        ),
+    ]
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """A context whose operations no function mode and no dispatch mode sees.
+
+    Checked on 2.13.0: the guards that modes use for what they compute themselves.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+def graph_position() -> int:
+    """The number that the next node of this thread's autograd graph gets; nodes are numbered as they are made.
+
+    Checked on 2.13.0: the engine orders nodes by this number; torch's own profiler reads it here.
+    """
+    return torch.autograd._get_sequence_nr()
+
+
+def node_position(node: Any) -> int:
+    """The number of a node of an autograd graph."""
+    return node._sequence_nr()
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter of another, and none of its memory."""
+    alias = tensor.detach()
+    alias.data = alias.new_empty(0)
+    return alias

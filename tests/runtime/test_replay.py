@@ -632,10 +632,17 @@ def test_a_run_computes_each_block_again_once_per_level(nodes, expected):
 
 
 def test_no_tensor_of_a_replay_outlives_the_step():
-    model = stack(2)
-    rf.attach(model, rf.full())
     seen = []
-    model.layers[0].up.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            seen.append(weakref.ref(output))
+            return output
+
+    model = stack(2)
+    model.layers[0].up = Seen(8, model.layers[0].up.out_features)
+    rf.attach(model, rf.full())
     model(torch.randn(4, 8)).sum().backward()
     assert len(seen) == 2
     assert [reference() for reference in seen] == [None, None]

@@ -1,9 +1,9 @@
 """Carries out a plan on a live model."""
 
+from reforward._runtime.ambient import Ambient
 from reforward._runtime.attach import attach, attached, detach, suspended
 from reforward._runtime.checkpoint import checkpoint
 from reforward._runtime.depth import is_replaying
-from reforward._runtime.fence import Ambient
 from reforward._runtime.selective import families_of
 from reforward._runtime.streams import RngState
 

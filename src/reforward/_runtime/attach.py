@@ -11,24 +11,33 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _patterns, _torch
 from reforward._blocks import modules_by_path
-from reforward._errors import AttachError, PatternError, PlanError
+from reforward._errors import AttachError, InputError, PatternError, PlanError, ReplayError
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._runtime.call import Arguments, Call
 from reforward._runtime.fence import Fence
-from reforward._runtime.module_state import ModuleState, Writes
-from reforward._runtime.replay import Call, Recording, current_frame, is_open_to_regions
+from reforward._runtime.fingerprint import Check
+from reforward._runtime.hooks import Hooks
+from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.parts import Parts
+from reforward._runtime.reach import generators
+from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 from reforward._techniques import resolve_plan
+
+#: When replays are compared with their forwards, value by value.
+When = Literal["first", "always", "off"]
 
 
 class Attachment:
@@ -36,13 +45,15 @@ class Attachment:
 
     Attributes:
         plan: the plan.
+        check: which replays are compared with their forwards, value by value.
         active: False while suspended.
         chains: the open runs.
         warned: blocks at which a broken chain was reported.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, check: When):
         self.plan = plan
+        self.check: When = check
         self.active = True
         self._reset()
 
@@ -50,9 +61,15 @@ class Attachment:
         self.chains = Chains()
         self.warned: set[str] = set()
 
+    def check_of(self, learnt: Learnt) -> Check:
+        """What is compared in the replay of a call of a block."""
+        if self.check == "off":
+            return "shapes"
+        return "discrete" if self.check == "first" and learnt.proven else "values"
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what is live: a copy of the model starts with no open run."""
-        return {"plan": self.plan, "active": self.active}
+        return {"plan": self.plan, "check": self.check, "active": self.active}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -95,7 +112,7 @@ class RegionForward(_Forward):
         self.attachment = attachment
         paths = [leaf.path for leaf in leaves(node)]
         self._start, self._size = paths.index(path), len(paths)
-        self._writes: Writes | None = None
+        self._learnt = Learnt()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -103,24 +120,48 @@ class RegionForward(_Forward):
         frame = current_frame()
         if not is_open_to_regions(frame) or not self._applies():
             return self.plain(*args, **kwargs)
-        given, structure = _torch.flatten_call(args, kwargs)
+        parts = Parts()
+        arguments = Arguments(parts, args, kwargs)
         modules = _torch.submodules(self.module)
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
-        if not any(tensor.requires_grad for tensor in tensors):
+        tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
+        if not any(tensor.requires_grad for tensor in tensors) or any(map(is_lazy, tensors)):
             return self.plain(*args, **kwargs)
-        run = self._open_run(given)
+        run = self._open_run(arguments.leaves)
         devices = accelerators(tensors)
-        fence = Fence(ModuleState(self.path, modules, self._writes), devices, given)
-        previous = run.outputs() if run is not None else []
-        call = Call(self.path, self.plain, given, structure, previous=previous, fence=fence, modules=modules)
+        call = self._new_call(parts, arguments, modules, devices, run)
         recording = run.recording if run is not None else Recording(self.node, start=self._start, devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
-        result = recording.forward(call, args, kwargs, keeper, frame)
-        call.check_unchanged()
-        self._writes = self._writes or set()
-        fence.seal(self._writes)
+        with call.watched():
+            result = recording.forward(call, args, kwargs, keeper, frame)
+        call.seal()
+        self._refuse_iterators(result)
         self._keep_open(recording, result)
         return result
+
+    def _new_call(
+        self,
+        parts: Parts,
+        arguments: Arguments,
+        modules: list[nn.Module],
+        devices: tuple[torch.device, ...],
+        run: OpenRun | None,
+    ) -> Call:
+        inside = modules[1:]
+        state = ModuleState(self.path, modules, self._learnt, parts)
+        reached = [*arguments.leaves, *generators(state.modules)]
+        fence = Fence(state, devices, reached, Hooks.of(inside))
+        previous = run.outputs() if run is not None else []
+        check = self.attachment.check_of(self._learnt)
+        return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)
+
+    def _refuse_iterators(self, result: Any) -> None:
+        for leaf in _torch.flatten(result)[0]:
+            if hasattr(type(leaf), "__next__"):
+                raise ReplayError(
+                    f"block {self.path!r} ({type(self.module).__name__}) returns an iterator ({type(leaf).__name__}),"
+                    " whose work is done after the block has returned, so it can't be computed again for backward;"
+                    " return a list, or leave this block out of the plan"
+                )
 
     def _in_compiler(self, *args: Any, **kwargs: Any) -> Any:
         """Under torch.compile a recomputed block is torch's own region, which the compiler knows; runs are plain."""
@@ -144,7 +185,7 @@ class RegionForward(_Forward):
         return run
 
     def _keep_open(self, recording: Recording, result: Any) -> None:
-        next_leaf = recording.start + len(recording.calls)
+        next_leaf = recording.start + recording.count
         if isinstance(self.node, Run) and next_leaf < self._size:
             self.attachment.chains.add(OpenRun(recording, next_leaf, _torch.flatten(result)[0]))
 
@@ -179,12 +220,15 @@ class _TakenOver:
         return False
 
 
-def attach(model: nn.Module, what: Any) -> Plan:
+def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
     """Puts a plan on a model; from then on its forward and backward run as the plan says.
 
     Args:
         model: any module. A plan that is on it already is replaced.
         what: a Plan, a technique (`rf.every(2)`), a policy for every block, or `{path or pattern: policy}`.
+        check: when the values that a replay computes are compared with fingerprints of the forward's: "first" until one
+            replay of each block was seen to be right, "always", or "off". Integer and boolean values (routing, masks)
+            are compared in every replay, unless it is "off".
 
     Returns:
         The plan as it was put on.
@@ -193,6 +237,8 @@ def attach(model: nn.Module, what: Any) -> Plan:
         PatternError, PlanError: names that the model doesn't have, or a plan for another model.
         AttachError: the model is on the meta device, or something else has replaced a block's forward.
     """
+    if check not in get_args(When):
+        raise InputError(f"check must be one of {', '.join(map(repr, get_args(When)))}, not {check!r}")
     plan = resolve_plan(model, what)
     by_path = modules_by_path(model)
     forwards = _targets(plan, by_path)
@@ -201,7 +247,7 @@ def attach(model: nn.Module, what: Any) -> Plan:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             module.__dict__["gradient_checkpointing"] = _TakenOver()
-    attachment = Attachment(plan)
+    attachment = Attachment(plan, check)
     for path, node in forwards.items():
         module = by_path[path]
         module.forward = (
@@ -226,10 +272,11 @@ def _ours(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def attached(model: nn.Module, what: Any) -> Iterator[Plan]:
-    """A plan on a model for the duration of a `with` block; what was on it comes back as it was, suspended or not."""
+def attached(model: nn.Module, what: Any, *, check: When = "first") -> Iterator[Plan]:
+    """A plan on a model for the duration of a `with` block, as `attach` puts it on; what was on it comes back as it
+    was, suspended or not."""
     before = [(module, _ours(module)) for module in model.modules()]
-    plan = attach(model, what)
+    plan = attach(model, what, check=check)
     try:
         yield plan
     finally:

@@ -16,9 +16,13 @@ from reforward import _torch
 from reforward._errors import InputError, ReplayMismatchError
 from reforward._plan import Region
 from reforward._policy import Modules, Ops, Policy, Recompute, Save
+from reforward._runtime.call import Arguments, Call
 from reforward._runtime.fence import Fence
-from reforward._runtime.module_state import ModuleState
-from reforward._runtime.replay import Call, Recording, current_frame, is_open_to_regions
+from reforward._runtime.hooks import Hooks
+from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.parts import Parts
+from reforward._runtime.reach import generators_of
+from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 
@@ -67,8 +71,6 @@ def checkpoint(
         return _in_compiler(policy, context_fn, function, *args, **kwargs)
     in_forward, in_replay = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     frame = current_frame()
-    given, structure = _torch.flatten_call(args, kwargs)
-    modules = _modules_of(function, given)
     if (
         isinstance(policy, Save)
         or not is_open_to_regions(frame)
@@ -77,27 +79,31 @@ def checkpoint(
     ):
         with in_forward:
             return function(*args, **kwargs)
+    parts = Parts()
+    arguments = Arguments(parts, args, kwargs)
+    given = arguments.leaves
+    modules = _modules_of(function, given)
     devices = accelerators([leaf for leaf in given if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules))
     name = getattr(function, "__qualname__", type(function).__name__)
     record = _Record(in_forward, in_replay) if debug else None
-    fence = Fence(ModuleState(name, modules, None), devices, given)
+    learnt = Learnt()
+    state = ModuleState(name, modules, learnt, parts)
+    fence = Fence(state, devices, [*given, *generators_of(function)], Hooks.of(state.modules))
     call = Call(
         name,
         function,
-        given,
-        structure,
+        arguments,
         previous=[],
         fence=fence,
-        modules=modules,
+        check="discrete" if determinism_check == "default" else "nothing",
+        learnt=learnt,
         contexts=record.replay if record else lambda: in_replay,
         early_stop=early_stop,
-        check=determinism_check == "default",
     )
     recording = Recording(Region(path=name, policy=policy), devices=devices)
-    with record.forward() if record else in_forward:
+    with call.watched(), record.forward() if record else in_forward:
         result = recording.forward(call, args, kwargs, Keeper.of(policy, name), frame)
-    call.check_unchanged()
-    fence.seal(set())
+    call.seal()
     return result
 
 

@@ -1,4 +1,4 @@
-"""What must not happen twice or differently: random streams, buffers, attributes, autocast.
+"""What must not happen twice or differently: random streams, buffers, attributes, hooks, settings.
 
 A `Fence` is taken before a call's forward and sealed after it. `rewind()` puts the world back to where that forward
 began and returns a function that undoes it.
@@ -6,63 +6,19 @@ began and returns a function that undoes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from reforward._runtime.module_state import ModuleState, Writes
+from reforward._runtime.ambient import Ambient
+from reforward._runtime.hooks import Hooks
+from reforward._runtime.module_state import ModuleState
+from reforward._runtime.parts import Ref
 from reforward._runtime.streams import OwnStream, RngState
 
-
-@dataclass(frozen=True, kw_only=True)
-class Ambient:
-    """Settings around a call that change what it computes: autocast per device type, backends allowed for attention."""
-
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-    attention: tuple[bool, bool, bool, bool]
-
-    @classmethod
-    def capture(cls, device_types: tuple[str, ...]) -> Ambient:
-        return cls(
-            autocast=tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
-            cache=torch.is_autocast_cache_enabled(),
-            attention=_attention_backends(),
-        )
-
-    def enter(self) -> ExitStack | None:
-        """Puts these settings in force until the stack that is returned is closed; None if they are in force."""
-        if self == self.capture(tuple([device for device, *_ in self.autocast])):
-            return None
-        stack = ExitStack()
-        for device, enabled, dtype in self.autocast:
-            stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
-        allowed = [backend for backend, on in zip(_BACKENDS, self.attention, strict=True) if on]
-        stack.enter_context(sdpa_kernel(allowed))
-        return stack
-
-
-_BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)
-
-
-def _attention_backends() -> tuple[bool, bool, bool, bool]:
-    """Which of `_BACKENDS` are allowed; the switches live under `cuda` and hold for every device."""
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+_NOTHING = nullcontext()
 
 
 class Fence:
@@ -71,34 +27,49 @@ class Fence:
     Args:
         state: of the call's modules.
         devices: accelerators that the call may draw random numbers on.
-        given: leaves of the call's arguments; generators among them are rewound as well.
+        reached: leaves of the call's arguments and what its code refers to; generators among them are rewound as well.
+        hooks: those inside the call, if there are any.
     """
 
-    __slots__ = ("_ambient", "_rng", "_state", "_streams")
+    __slots__ = ("_ambient", "_hooks", "_rng", "_state", "_streams")
 
-    def __init__(self, state: ModuleState, devices: tuple[torch.device, ...], given: list[Any]):
+    def __init__(
+        self, state: ModuleState, devices: tuple[torch.device, ...], reached: Iterable[Any], hooks: Hooks | None = None
+    ):
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(("cpu", *dict.fromkeys(d.type for d in devices)))
-        self._streams = OwnStream.among([leaf for leaf in given if not isinstance(leaf, torch.Tensor)])
+        self._streams = OwnStream.among([leaf for leaf in reached if not isinstance(leaf, torch.Tensor)])
         self._state = state
+        self._hooks = hooks
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The parameters and buffers of the modules, as they are in place now."""
         return self._state.tensors
 
-    def seal(self, writes: Writes) -> None:
-        """To be called when the forward has ended."""
-        self._state.seal(writes)
+    @property
+    def needs_the_end(self) -> bool:
+        """Whether a replay must run to its end, for the sake of a hook."""
+        return self._hooks is not None and self._hooks.act
 
-    def rewind(self) -> Callable[[], None]:
-        """Puts random streams, modules and settings as the forward found them.
+    def watched(self) -> AbstractContextManager[Any]:
+        """To be put around the forward."""
+        return self._hooks.watched() if self._hooks is not None else _NOTHING
+
+    def seal(self) -> None:
+        """To be called when the forward has ended."""
+        self._state.seal()
+
+    def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:
+        """Puts random streams, modules, hooks and settings as the forward found them.
 
         Returns:
-            A function that puts modules, generator objects and settings as they are now. The global streams are left
-            where the replay takes them: whoever replays restores them once, when all calls are done.
+            A function that puts modules, hooks, generator objects and settings as they are now; and what was made of
+            the call's parts. The global streams are left where the replay takes them: whoever replays restores them
+            once, when all calls are done.
         """
-        undo_modules = self._state.rewind()
+        undo_modules, made = self._state.rewind()
+        undo_hooks = self._hooks.rewind() if self._hooks is not None else None
         streams = [stream.now() for stream in self._streams]
         settings = self._ambient.enter()
         self._rng.apply()
@@ -110,6 +81,8 @@ class Fence:
                 settings.close()
             for stream in streams:
                 stream.apply()
+            if undo_hooks is not None:
+                undo_hooks()
             undo_modules()
 
-        return undo
+        return undo, made

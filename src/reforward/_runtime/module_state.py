@@ -1,4 +1,4 @@
-"""What a forward may write to its modules: attributes, containers held by them, buffers, tensors held as attributes.
+"""What a forward may write to its modules: attributes and what they hold, buffers, gradients of parameters.
 
 A `ModuleState` is taken before a forward and sealed after it. `rewind` then shows a replay the modules as that forward
 found them, also if they were changed since by other code (`model.eval()` before backward, weights swapped by
@@ -7,8 +7,6 @@ found them, also if they were changed since by other code (`model.eval()` before
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,40 +15,55 @@ from torch import nn
 
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
+from reforward._runtime.parts import IMMUTABLE, Parts, Ref
 from reforward._runtime.streams import OwnStream
 
 # Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write.
 _SMALL_BUFFER_BYTES = 64 * 1024
-# What nn.Module itself keeps; parameters, buffers and submodules are dealt with one by one, hooks aren't state.
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
-_IMMUTABLE = frozenset(
-    {int, float, bool, str, bytes, type(None), tuple, frozenset, torch.dtype, torch.Size, torch.device}
-)
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+# What nn.Module itself keeps, and a forward put on the instance: parameters, buffers and submodules are dealt with one
+# by one, hooks and code aren't state.
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"forward"}
 
-#: Names the tensors that the forwards of one block were seen to write: (index of the module, name).
-Writes = set[tuple[int, str]]
+
+class Learnt:
+    """What earlier calls of one block taught.
+
+    Attributes:
+        seen: modules by index, and whether in training, of which a forward was seen: batch norm writes in training
+            only.
+        written: tensors that a forward wrote, by index of the module and name.
+        proven: a replay was seen to compute the very values of its forward.
+        uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
+    """
+
+    __slots__ = ("proven", "seen", "uses_contexts", "written")
+
+    def __init__(self):
+        self.seen: set[tuple[int, bool]] = set()
+        self.written: set[tuple[Any, ...]] = set()
+        self.proven = False
+        self.uses_contexts = False
 
 
 class _HeldTensor:
-    """A buffer, or a tensor that is an attribute, before the forward.
+    """A buffer, or a tensor that an attribute holds, before the forward.
 
     Attributes:
-        home: the dict in which the module keeps it.
+        key: names it among the tensors of the block.
+        home: the dict in which the module keeps it; None if it lies deeper.
         copy: its value before; None if it isn't copied.
     """
 
     __slots__ = ("copy", "home", "key", "name", "tensor", "version")
 
-    def __init__(self, home: dict[str, Any], key: tuple[int, str], tensor: torch.Tensor, writes: Writes | None):
+    def __init__(self, home: dict[str, Any] | None, key: tuple[Any, ...], tensor: torch.Tensor, *, known: bool):
         self.home = home
         self.key = key
         self.name = key[1]
         self.tensor = tensor
         self.version = _torch.version(tensor)
-        dense = tensor.layout is torch.strided
-        copied = dense and (writes is None or key in writes or tensor.nbytes <= _SMALL_BUFFER_BYTES)
-        self.copy = tensor.detach().clone() if copied else None
+        small = tensor.layout is torch.strided and (not known or tensor.nbytes <= _SMALL_BUFFER_BYTES)
+        self.copy = tensor.detach().clone() if small else None
 
     def written(self) -> bool:
         """Whether it was written. Batch norm's kernel writes its running statistics without counting it as a write."""
@@ -73,57 +86,98 @@ class ModuleState:
 
     Args:
         name: the block, for messages.
-        modules: the block's modules, each once.
-        writes: what earlier forwards of the block wrote; None at the first call, when everything is copied because
-            nothing is known yet.
+        modules: the block's modules, each once; the first is the block itself. Modules that their attributes hold
+            without registering them are added.
+        learnt: of earlier calls.
+        parts: takes apart what attributes hold; the call's arguments have been taken.
 
     Attributes:
-        tensors: parameters, buffers and tensors held as attributes, as they are in place: during a replay, copies stand
+        modules: all modules.
+        tensors: parameters, buffers and tensors held by attributes, as they are in place: during a replay, copies stand
             for those that it may write.
     """
 
-    def __init__(self, name: str, modules: list[nn.Module], writes: Writes | None):
+    def __init__(self, name: str, modules: list[nn.Module], learnt: Learnt, parts: Parts):
         self._name = name
+        self._learnt = learnt
+        self._parts = parts
         self._homes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._parameters: list[tuple[torch.Tensor, int]] = []
+        self._parameters: list[tuple[torch.Tensor, int, bool]] = []
         self._held: list[_HeldTensor] = []
-        self._containers: list[tuple[dict[str, Any], str, int]] = []
-        self._contents: dict[int, Any] = {}
+        self._deep: dict[Ref, _HeldTensor] = {}
+        self._attributes: list[tuple[dict[str, Any], str, Ref]] = []
+        self._steady: set[Ref] = set()
         self._streams: list[OwnStream] = []
-        for index, module in enumerate(modules):
-            attributes, parameters, buffers = _torch.live_state(module)
-            self._homes.append((attributes, attributes.copy()))
-            if parameters:
-                self._homes.append((parameters, parameters.copy()))
-                self._parameters += [(p, _torch.version(p)) for p in parameters.values() if p is not None]
-            if buffers:
-                self._homes.append((buffers, buffers.copy()))
-                self._held += [_HeldTensor(buffers, (index, k), b, writes) for k, b in buffers.items() if b is not None]
-            for key, value in attributes.items():
-                if key not in _MODULE_ATTRIBUTES and type(value) not in _IMMUTABLE:
-                    self._add_attribute(attributes, (index, key), value, writes)
-        self.tensors: list[torch.Tensor] = [p for p, _ in self._parameters] + [held.tensor for held in self._held]
+        self.modules = modules
+        index = 0
+        while index < len(self.modules):
+            self._look_at(index, self.modules[index])
+            index += 1
+        parts.close()
+        self.tensors: list[torch.Tensor] = [p for p, *_ in self._parameters] + [
+            held.tensor for held in self._all_held()
+        ]
 
-    def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, writes: Writes | None) -> None:
-        if type(value) in _CONTAINERS:
-            self._containers.append((home, key[1], id(value)))
-            self._contents.setdefault(id(value), copy.copy(value))
-        elif isinstance(value, torch.Tensor):
-            self._held.append(_HeldTensor(home, key, value, writes))
-        else:
-            self._streams += OwnStream.among([value])
+    def _all_held(self) -> list[_HeldTensor]:
+        return [*self._held, *self._deep.values()] if self._deep else self._held
 
-    def seal(self, writes: Writes) -> None:
-        """To be called when the forward has ended. Drops copies that aren't needed, adds what was written to `writes`.
+    def _look_at(self, index: int, module: nn.Module) -> None:
+        attributes, parameters, buffers = _torch.live_state(module)
+        self._homes.append((attributes, attributes.copy()))
+        if parameters:
+            self._homes.append((parameters, parameters.copy()))
+            self._parameters += [(p, _torch.version(p), p.requires_grad) for p in parameters.values() if p is not None]
+        if buffers:
+            self._homes.append((buffers, buffers.copy()))
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    self._held.append(self._hold(buffers, (index, key), buffer, module))
+        for key, value in attributes.items():
+            if key not in _MODULE_ATTRIBUTES and type(value) not in IMMUTABLE:
+                self._add_attribute(attributes, (index, key), value, module)
+        self._learnt.seen.add((index, module.training))
+
+    def _hold(
+        self, home: dict[str, Any] | None, key: tuple[Any, ...], tensor: torch.Tensor, module: nn.Module
+    ) -> _HeldTensor:
+        known = (key[0], module.training) in self._learnt.seen and key not in self._learnt.written
+        return _HeldTensor(home, key, tensor, known=known)
+
+    def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, module: nn.Module) -> None:
+        if isinstance(value, torch.Tensor):
+            self._held.append(self._hold(home, key, value, module))
+            return
+        first = len(self._parts.leaves)
+        ref = self._parts.take(value)
+        if ref < 0:
+            self._attributes.append((home, key[1], ref))
+        for leaf_ref, leaf in enumerate(self._parts.leaves[first:], first):
+            if isinstance(leaf, torch.Tensor):
+                self._deep[leaf_ref] = self._hold(None, (*key, leaf_ref - first), leaf, module)
+            elif isinstance(leaf, nn.Module):
+                self._add_unregistered(leaf)
+            elif type(leaf) not in IMMUTABLE:
+                self._streams += OwnStream.among([leaf])
+
+    def _add_unregistered(self, module: nn.Module) -> None:
+        """A module that an attribute holds; not one that the block is a part of."""
+        inside = _torch.submodules(module)
+        if module not in self.modules and self.modules[0] not in inside:
+            self.modules += [m for m in inside if m not in self.modules]
+
+    def seal(self) -> None:
+        """To be called when the forward has ended. Drops copies that aren't needed, remembers what was written and
+        which attributes hold what they held.
 
         Raises:
             ReplayError: a large buffer was written that no earlier forward wrote, so its value before is lost.
         """
-        for held in self._held:
+        self._steady = {ref for home, key, ref in self._attributes if self._parts.matches(ref, home.get(key), {})}
+        for held in self._all_held():
             if not held.written():
                 held.copy = None
                 continue
-            writes.add(held.key)
+            self._learnt.written.add(held.key)
             if held.copy is None:
                 raise ReplayError(
                     f"block {self._name!r} wrote its buffer {held.name!r} ({held.tensor.nbytes} bytes) in place in this"
@@ -131,8 +185,11 @@ class ModuleState:
                     " the whole step before training, or leave this block out of the plan"
                 )
 
-    def rewind(self) -> Callable[[], None]:
-        """Puts the modules as the forward found them; the function that is returned puts them as they are now.
+    def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:
+        """Puts the modules as the forward found them.
+
+        Returns:
+            A function that puts them as they are now, and what was made for the replay.
 
         Raises:
             MutationError: a parameter or buffer was written in place since.
@@ -140,42 +197,64 @@ class ModuleState:
         self._check_unchanged()
         now = [(home, home.copy()) for home, _ in self._homes]
         tensors, streams = self.tensors, [stream.now() for stream in self._streams]
+        gradients = [(p, p.requires_grad, p.grad) for p, *_ in self._parameters if p.is_leaf]
 
         def undo() -> None:
             for home, contents in now:
                 _restore(home, contents)
             for stream in streams:
                 stream.apply()
+            for parameter, requires_grad, gradient in gradients:
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+                parameter.grad = gradient
             self.tensors = tensors
 
         try:
-            self._show()
+            return undo, self._show()
         except BaseException:
             undo()
             raise
-        return undo
 
-    def _show(self) -> None:
+    def _show(self) -> dict[Ref, Any]:
         for home, before in self._homes:
             _restore(home, before)
-        contents = {key: copy.copy(content) for key, content in self._contents.items()}
-        for home, key, content in self._containers:
-            home[key] = contents[content]
         for stream in self._streams:
             stream.apply()
-        if self._held:
-            # Kept alive by this list: if a copy were freed in the replay, another tensor could take its address and be
-            # taken for it.
-            shown = [held.shown() for held in self._held]
-            for held, tensor in zip(self._held, shown, strict=True):
-                held.home[held.name] = tensor
-            self.tensors = [p for p, _ in self._parameters] + shown
+        for parameter, _, required_grad in self._parameters:
+            if parameter.is_leaf:
+                parameter.grad = None  # a backward inside the block has had its effect
+                if parameter.requires_grad != required_grad:
+                    parameter.requires_grad_(required_grad)
+        return self._show_values()
+
+    def _show_values(self) -> dict[Ref, Any]:
+        made: dict[Ref, Any] = {}
+        held = self._all_held()
+        if not held and not self._attributes:
+            return made
+        # Kept alive by this list: if a copy were freed in the replay, another tensor could take its address and be
+        # taken for it.
+        shown = [one.shown() for one in held]
+        for one, tensor in zip(held, shown, strict=True):
+            if one.home is not None:
+                one.home[one.name] = tensor
+        self.tensors = [p for p, *_ in self._parameters] + shown
+        stands_for = dict(zip(self._deep, shown[len(self._held) :], strict=True))
+        for home, key, ref in self._attributes:
+            same: dict[Ref, Any] = {}
+            as_it_was = ref in self._steady and self._parts.matches(ref, home[key], same)
+            if as_it_was and all(stands_for.get(r, value) is value for r, value in same.items()):
+                made.update(same)
+        for home, key, ref in self._attributes:
+            home[key] = self._parts.rebuild(ref, lambda leaf: stands_for.get(leaf, self._parts.leaves[leaf]), made)
+        return made
 
     def _check_unchanged(self) -> None:
-        for parameter, version in self._parameters:
+        for parameter, version, _ in self._parameters:
             if _torch.version(parameter) != version:
                 raise self._mutated("parameter", self._name_of(parameter), parameter)
-        for held in self._held:
+        for held in self._all_held():
             if held.copy is None and _torch.version(held.tensor) != held.version:
                 raise self._mutated("buffer", held.name, held.tensor)
 

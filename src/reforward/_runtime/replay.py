@@ -12,11 +12,16 @@ behind those of the outer one. Nesting is nothing more than that, to any depth.
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -24,8 +29,10 @@ from reforward import _torch
 from reforward._errors import MutationError, ReplayMismatchError
 from reforward._plan import Node, Region, leaves
 from reforward._policy import Save
+from reforward._runtime.call import Call, Kept
+from reforward._runtime.contexts import Contexts
 from reforward._runtime.depth import depth
-from reforward._runtime.fence import Fence
+from reforward._runtime.fingerprint import Print, fingerprint, is_compared
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import RngState
 
@@ -65,14 +72,16 @@ class Holder:
     Attributes:
         value: the tensor, once it is there.
         inner: the holder of a nested recording that stands behind this one.
+        overwritten: the forward overwrote the tensor after it was saved.
     """
 
-    __slots__ = ("__weakref__", "_name", "_recording", "_version", "inner", "value")
+    __slots__ = ("__weakref__", "_name", "_recording", "_version", "inner", "overwritten", "value")
 
     def __init__(self, name: str, recording: Recording | None, value: torch.Tensor | None = None):
         self._name = name
         self._recording = recording
         self.inner: Holder | None = None
+        self.overwritten = False
         self.value: torch.Tensor | None = None
         self._version = 0
         if value is not None:
@@ -103,11 +112,11 @@ class Holder:
                 " must do the same when it runs again: look for state that it changes, or leave this block out of the"
                 " plan"
             )
-        if _torch.version(value) != self._version:
+        if self.overwritten or _torch.version(value) != self._version:
             raise MutationError(
                 f"block {self._name!r}: a tensor of shape {tuple(value.shape)} ({value.dtype}) needed for backward was"
-                f" changed by an in-place operation after it was saved (version {_torch.version(value)}, expected"
-                f" {self._version}); write the operation out of place, or move it behind the backward"
+                " changed by an in-place operation after it was saved; write the operation out of place, or move it"
+                " behind the backward"
             )
         return value
 
@@ -129,147 +138,40 @@ def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
     return held.get() if isinstance(held, Holder) else held
 
 
-# A holder, and the shape and type of the tensor that it stands for.
-_Slot = tuple[weakref.ref[Holder], torch.Size, torch.dtype]
+class _Slot(NamedTuple):
+    """A holder, and what is known of the tensor that it stands for.
 
-
-class _Previous:
-    """Stands for a leaf of the output of the call before."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
-
-
-class _Kept:
-    """A tensor argument: its memory, whether it wants a gradient, and its version when the call began."""
-
-    __slots__ = ("requires_grad", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor.detach()
-        self.requires_grad = tensor.requires_grad
-        self.version = _torch.version(tensor)
-
-    @property
-    def intact(self) -> bool:
-        return _torch.version(self.tensor) == self.version
-
-    def fresh(self) -> torch.Tensor:
-        return self.tensor.detach().requires_grad_(self.requires_grad)
-
-
-class Call:
-    """One call of a block, with all that is needed to make it again.
-
-    Args:
-        name: the block, for messages.
-        function: what to call; never a region itself.
-        given, structure: the arguments as `_torch.flatten_call` gives them. Containers are taken apart, so that a block
-            that changes its list or dict doesn't matter.
-        previous: leaves of the output of the call before, if this one belongs to the same run.
-        fence: the world before the call.
-        modules: the block's modules, each once; the first is the block itself.
-        contexts: further contexts for the replay.
-        early_stop: whether a replay may end after the last tensor that is needed.
-        check: whether shapes and types are compared with the forward's.
+    Attributes:
+        print: its fingerprint, if its values are compared.
     """
 
-    __slots__ = ("_leaves", "_structure", "check", "contexts", "early_stop", "fence", "function", "modules", "name")
+    holder: weakref.ref[Holder]
+    shape: torch.Size
+    dtype: torch.dtype
+    print: Print | None
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        given: list[Any],
-        structure: Any,
-        *,
-        previous: list[Any],
-        fence: Fence,
-        modules: list[torch.nn.Module],
-        contexts: Callable[[], AbstractContextManager[Any]] | None = None,
-        early_stop: bool = True,
-        check: bool = True,
-    ):
-        self.name = name
-        self.function = function
-        self.fence = fence
-        self.modules = modules
-        self.contexts = contexts
-        self.early_stop = early_stop
-        self.check = check
-        self._structure = structure
-        positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
-        kept: dict[int, _Kept] = {}  # a tensor that is given twice is kept once
-        self._leaves = [
-            leaf
-            if not isinstance(leaf, torch.Tensor)
-            else _Previous(positions[id(leaf)])
-            if id(leaf) in positions
-            else kept.setdefault(id(leaf), _Kept(leaf))
-            for leaf in given
-        ]
 
-    def arguments(self, previous: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh arguments, cut off from the graph that made them; `previous` are leaves of the output of the call
-        before.
+@dataclass
+class _Made:
+    """A call that was made.
 
-        Raises:
-            MutationError: an argument was changed in place since the call.
-        """
-        fresh: list[Any] = []
-        made: dict[_Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`
-        for leaf in self._leaves:
-            if isinstance(leaf, _Kept):
-                if leaf not in made:
-                    made[leaf] = self._fresh(leaf)
-                leaf = made[leaf]
-            elif isinstance(leaf, _Previous):  # not cut off: the block may overwrite it, as it did in forward
-                leaf = previous[leaf.index]
-            fresh.append(leaf)
-        return _torch.unflatten_call(fresh, self._structure)
+    Attributes:
+        slots: the holders of what it saved, in order.
+        keeper: has what the call's policy selects.
+        contexts: of custom autograd functions, emptied.
+    """
 
-    def _fresh(self, kept: _Kept) -> torch.Tensor:
-        if not kept.intact:
-            raise self._mutated(kept, "after its forward")
-        return kept.fresh()
+    call: Call
+    slots: list[_Slot]
+    keeper: Keeper | None
+    contexts: Contexts | None = None
 
-    def entry_of(self, previous: list[Any]) -> list[_Kept | None]:
-        """What a recording that begins with this call keeps of the output of the call before: the leaves that it
-        takes."""
-        needed = {leaf.index for leaf in self._leaves if isinstance(leaf, _Previous)}
-        return [_Kept(leaf) if i in needed else None for i, leaf in enumerate(previous)]
-
-    def enter(self, entry: list[_Kept | None]) -> list[Any]:
-        """The inverse of `entry_of`.
-
-        Raises:
-            MutationError: a tensor was changed in place since.
-        """
-        return [self._fresh(kept) if kept is not None else None for kept in entry]
-
-    def check_unchanged(self) -> None:
-        """To be called when the forward has ended.
-
-        Raises:
-            MutationError: the block changed an argument in place, so its value before is lost.
-        """
-        for leaf in self._leaves:
-            if isinstance(leaf, _Kept) and not leaf.intact:
-                raise self._mutated(leaf, "in its own forward")
-
-    def _mutated(self, leaf: _Kept, when: str) -> MutationError:
-        return MutationError(
-            f"block {self.name!r}: an argument of shape {tuple(leaf.tensor.shape)} ({leaf.tensor.dtype}) was changed in"
-            f" place {when}, so the block can't be computed again from it; write that operation out of place, pass a"
-            " clone, or leave this block out of the plan"
-        )
-
-    def held_storages(self) -> set[int]:
-        """Storages that live whether or not this call is recorded, or that the recording holds anyway."""
-        held = [*self.fence.tensors, *[leaf.tensor for leaf in self._leaves if isinstance(leaf, _Kept)]]
-        return set(map(_torch.storage_key, held))
+    def last_needed(self) -> int | None:
+        """The position of the last holder that is still alive; None if nothing of the call is needed."""
+        for position in range(len(self.slots) - 1, -1, -1):
+            if self.slots[position].holder() is not None:
+                return position
+        return 0 if self.contexts is not None and self.contexts.alive else None
 
 
 class Recording:
@@ -284,11 +186,14 @@ class Recording:
     def __init__(self, node: Node, *, start: int = 0, devices: tuple[torch.device, ...] = ()):
         self.node = node
         self.start = start
-        self.calls: list[Call] = []
         self._devices = devices
-        self._entry: list[_Kept | None] = []  # of a recording made in a replay: what its first call was given
-        self._slots: list[list[_Slot]] = []
-        self._keepers: list[Keeper | None] = []
+        self._entry: list[Kept | None] = []  # of a recording made in a replay: what its first call was given
+        self._made: list[_Made] = []
+
+    @property
+    def count(self) -> int:
+        """How many calls were made."""
+        return len(self._made)
 
     def forward(
         self,
@@ -304,22 +209,25 @@ class Recording:
             keeper: keeps what the call's policy selects.
             sink: the frame of an outer region's replay, if the call is made in one.
         """
-        slots: list[_Slot] = []
-        self.calls.append(call)
-        self._slots.append(slots)
-        self._keepers.append(keeper)
-        recorder = Recorder(self, call, slots, keeper, sink, self._entry_storages(len(self.calls) - 1))
+        made = _Made(call, [], keeper)
+        self._made.append(made)
+        recorder = Recorder(self, call, made.slots, keeper, sink, self._entry_storages(self.count - 1))
+        start = _torch.graph_position()
         result = recorder.run(args, kwargs)
+        recorder.note_overwritten()
         if keeper is not None:
-            keeper.drop_unneeded(len(slots))
+            keeper.drop_unneeded(len(made.slots))
+        if sink is None and (call.check == "values" or call.learnt.uses_contexts):
+            contexts = Contexts(call.name, result, start, call.held_storages(), self.replay)
+            if contexts.take_something:
+                made.contexts, call.learnt.uses_contexts = contexts, True
         return result
 
     def forward_again(self, call: Call, previous: list[Any], keeper: Keeper | None, sink: Filler) -> Any:
         """Runs a call in the replay of an outer recording, whose holders then stand before this one's."""
-        if not self.calls:
+        if not self._made:
             self._entry = call.entry_of(previous)
-        args, kwargs = call.arguments(previous)
-        undo = call.fence.rewind()
+        args, kwargs, undo = call.begin_again(previous)
         try:
             sink.look()
             return self.forward(call, args, kwargs, keeper, sink)
@@ -352,40 +260,45 @@ class Recording:
         _torch.at_end_of_backward(lambda: _release(reference))
 
     def _last_needed(self) -> tuple[int, int] | None:
-        for index in range(len(self._slots) - 1, -1, -1):
-            for position in range(len(self._slots[index]) - 1, -1, -1):
-                if self._slots[index][position][0]() is not None:
-                    return index, position
+        for index in range(self.count - 1, -1, -1):
+            position = self._made[index].last_needed()
+            if position is not None:
+                return index, position
         return None
 
     def _replay_until(self, stop: tuple[int, int]) -> None:
-        previous, index = self.calls[0].enter(self._entry), 0
-        for member, offset, count in _members(self.node, self.start, len(self.calls)):
+        previous, index = self._made[0].call.enter(self._entry), 0
+        for member, offset, count in _members(self.node, self.start, self.count):
             nested = (
                 None
                 if member is self.node or _saves(member)
                 else Recording(member, start=offset, devices=self._devices)
             )
             for _ in range(count):
+                made = self._made[index]
+                early = index == stop[0] and made.call.early_stop and made.contexts is None
                 filler = Filler(
-                    self.calls[index],
-                    self._slots[index],
-                    stop=stop[1] if index == stop[0] and self.calls[index].early_stop else None,
-                    keeper=self._keepers[index] if nested is None else None,
+                    made.call,
+                    made.slots,
+                    stop=stop[1] if early else None,
+                    keeper=made.keeper if nested is None else None,
                     entry=self._entry_storages(index),
                 )
-                previous = _torch.flatten(self._make_again(self.calls[index], previous, filler, nested))[0]
+                start = _torch.graph_position()
+                result = self._make_again(made.call, previous, filler, nested)
                 filler.check_complete()
+                if made.contexts is not None:
+                    made.contexts.fill(result, start)
                 if index == stop[0]:
                     return
+                previous = _torch.flatten(result)[0]
                 index += 1
 
     def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
         with call.contexts() if call.contexts is not None else _NO_CONTEXT:
             if nested is not None:
                 return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next(), call.name), filler)
-            args, kwargs = call.arguments(previous)
-            undo = call.fence.rewind()
+            args, kwargs, undo = call.begin_again(previous)
             try:
                 return filler.run(args, kwargs)
             finally:
@@ -398,11 +311,13 @@ class Recording:
 
     def release(self) -> None:
         """Empties the holders that outlive a backward pass (retain_graph), so that memory is as before it."""
-        for slots in self._slots:
-            for reference, _, _ in slots:
-                holder = reference()
+        for made in self._made:
+            for slot in made.slots:
+                holder = slot.holder()
                 if holder is not None:
                     holder.value = holder.inner = None
+            if made.contexts is not None:
+                made.contexts.empty()
 
 
 def _release(reference: weakref.ref[Recording]) -> None:
@@ -484,7 +399,7 @@ class Recorder(_Frame):
         self,
         recording: Recording,
         call: Call,
-        slots: list[Any],
+        slots: list[_Slot],
         keeper: Keeper | None,
         sink: Filler | None,
         entry: set[int],
@@ -493,13 +408,19 @@ class Recorder(_Frame):
         self._recording = recording
         self._slots = slots
         self._sink = sink
+        # Of each holder, the version that its tensor had when it was saved, while the block isn't proven.
+        self._versions: list[tuple[weakref.ref[Holder], torch.Tensor, int]] = []
+        self._watches = call.check == "values" and not _torch.in_fake_mode()
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:
             holder = Holder(self.call.name, None, tensor.detach())
         else:
             holder = Holder(self.call.name, self._recording)
-            self._slots.append((weakref.ref(holder), tensor.shape, tensor.dtype))
+            mark = fingerprint(tensor) if is_compared(tensor, self.call.check) else None
+            self._slots.append(_Slot(weakref.ref(holder), tensor.shape, tensor.dtype, mark))
+            if self._watches:
+                self._versions.append((weakref.ref(holder), _torch.counter_of(tensor), _torch.version(tensor)))
         if self._sink is not None:
             self._pass_on(self._sink, tensor, holder)
         return holder
@@ -510,6 +431,15 @@ class Recorder(_Frame):
         if self._sink is not None:
             self._pass_on(self._sink, tensor, holder)
         return holder
+
+    def note_overwritten(self) -> None:
+        """To be called when the call has ended: autograd would refuse what was overwritten after it was saved, but the
+        replay, which ends at the last saved tensor, may not get there."""
+        for reference, counter, version in self._versions:
+            holder = reference()
+            if holder is not None and _torch.version(counter) != version:
+                holder.overwritten = True
+        self._versions = []
 
     @staticmethod
     def _pass_on(sink: Filler, tensor: torch.Tensor, holder: Holder) -> None:
@@ -533,11 +463,12 @@ class Filler(_Frame):
         stop: position of the last holder needed; None: the call is needed to its end.
     """
 
-    def __init__(self, call: Call, slots: list[Any], *, stop: int | None, keeper: Keeper | None, entry: set[int]):
+    def __init__(self, call: Call, slots: list[_Slot], *, stop: int | None, keeper: Keeper | None, entry: set[int]):
         super().__init__(call, keeper, entry)
         self._slots = slots
         self._stop = stop
         self._position = 0
+        self._equal: list[tuple[_Slot, torch.Tensor, _Line]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
@@ -554,39 +485,80 @@ class Filler(_Frame):
         """
         if self._position >= len(self._slots):
             raise self._mismatch(f"saves more than the {len(self._slots)} tensors that the forward saved")
-        reference, shape, dtype = self._slots[self._position]
-        if self.call.check and (tensor.shape != shape or tensor.dtype != dtype):
+        slot = self._slots[self._position]
+        if self.call.check != "nothing" and (tensor.shape != slot.shape or tensor.dtype != slot.dtype):
             raise self._mismatch(
                 f"saves a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) as number {self._position}, where the"
-                f" forward saved {tuple(shape)} ({dtype})"
+                f" forward saved {tuple(slot.shape)} ({slot.dtype}){_shown(_line())}"
             )
-        holder = reference()
+        if slot.print is not None:
+            self._compare(slot, fingerprint(tensor))
+        holder = slot.holder()
         if holder is not None and inner is not None:
             holder.inner = inner
         elif holder is not None:
             holder.fill(tensor)
         self._position += 1
         if self._stop is not None and self._position > self._stop:
+            self._check_values()
             raise _Done
 
     def check_complete(self) -> None:
         """To be called when the call has ended by itself.
 
         Raises:
-            ReplayMismatchError: it saved fewer tensors than the forward did.
+            ReplayMismatchError: it saved fewer tensors than the forward did, or other values.
         """
         if self._position != len(self._slots):
             raise self._mismatch(
                 f"saves {self._position} tensors for backward, where the forward saved {len(self._slots)}"
             )
+        self._check_values()
+
+    def _compare(self, slot: _Slot, again: Print) -> None:
+        equal = again == slot.print
+        if isinstance(equal, torch.Tensor):  # looked at when the call has ended, so that the device isn't waited for
+            self._equal.append((slot, equal, _line()))
+        elif not equal:
+            raise self._other_values(slot, _line())
+
+    def _check_values(self) -> None:
+        if self._equal:
+            flags = torch.stack([equal.to(self._equal[0][1].device) for _, equal, _ in self._equal]).tolist()
+            for (slot, _, line), equal in zip(self._equal, flags, strict=True):
+                if not equal:
+                    raise self._other_values(slot, line)
+        if self.call.check == "values":
+            self.call.learnt.proven = True
+
+    def _other_values(self, slot: _Slot, line: _Line) -> ReplayMismatchError:
+        return self._mismatch(
+            f"computes other values than the forward did, first in a tensor of shape {tuple(slot.shape)}"
+            f" ({slot.dtype}){_shown(line)}"
+        )
 
     def _mismatch(self, fact: str) -> ReplayMismatchError:
-        kind = f" ({type(self.call.modules[0]).__name__})" if self.call.modules else ""
         return ReplayMismatchError(
-            f"block {self.call.name!r}{kind}: its replay {fact}. Something that its forward depends on was changed"
+            f"block {self.call.name!r}: its replay {fact}. Something that its forward depends on was changed"
             " between forward and backward (an attribute, a container, a global); keep it unchanged, or leave this"
             " block out of the plan"
         )
 
     def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
         return keeper.answering()
+
+
+_Line = tuple[str, int] | None
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _line() -> _Line:
+    """The line of the model's code that is being executed."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def _shown(line: _Line) -> str:
+    return f", at {Path(line[0]).name}:{line[1]}: {linecache.getline(*line).strip()}" if line is not None else ""

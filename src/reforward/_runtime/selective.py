@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reforward import _patterns, _torch
@@ -341,7 +340,7 @@ class _Pass:
             self.whole = False
 
 
-class _Families(TorchFunctionMode):
+class _Families(_torch.OwnFunctionMode):
     """Sends calls of selected families to `handle`."""
 
     def __init__(self, keeper: Keeper, handle: Callable[[str, Any, Any, Any], Any]):
@@ -356,7 +355,7 @@ class _Families(TorchFunctionMode):
         return self._handle(family, func, args, kwargs or {})
 
 
-class _Seen(TorchFunctionMode):
+class _Seen(_torch.OwnFunctionMode):
     """Notes the families of the functions called inside it."""
 
     def __init__(self, found: set[str]):

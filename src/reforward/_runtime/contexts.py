@@ -1,0 +1,124 @@
+"""Tensors that custom autograd functions keep as attributes of their context (`ctx.acts = ...`).
+
+No hook on saved tensors sees these. A context is the function's node in the graph, so after a forward the nodes that it
+made are looked through: such attributes are taken from them, and a hook in front of each node's backward brings them
+back, from the same node of the replay's graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from reforward import _torch
+from reforward._errors import ReplayMismatchError
+from reforward._runtime.parts import IMMUTABLE, Parts
+
+
+class _Taken:
+    """In an attribute's place until the replay has it."""
+
+
+_TAKEN = _Taken()
+
+
+class Contexts:
+    """The contexts of one call that keep tensors, emptied.
+
+    Args:
+        name: the block, for messages.
+        result: what the call returned.
+        start: the graph's position when the call began.
+        held: storages that live anyway.
+        bring_back: fills them again, by `fill`.
+    """
+
+    def __init__(self, name: str, result: Any, start: int, held: set[int], bring_back: Callable[[], None]):
+        self._name = name
+        self._places: list[tuple[weakref.ref[Any], list[str]]] = []
+        for node in _nodes_made(result, start):
+            names = [key for key, value in node.__dict__.items() if _is_worth_taking(value, held)]
+            self._places.append((weakref.ref(node), names))
+            if names:
+                node.register_prehook(_Before(weakref.ref(node), names[0], bring_back))
+        self.empty()
+
+    @property
+    def take_something(self) -> bool:
+        """Whether there is anything to bring back."""
+        return any(names for _, names in self._places)
+
+    @property
+    def alive(self) -> bool:
+        """Whether a node may still need it."""
+        return any(names and reference() is not None for reference, names in self._places)
+
+    def empty(self) -> None:
+        """Takes the attributes away."""
+        for reference, names in self._places:
+            node = reference()
+            if node is not None:
+                node.__dict__.update(dict.fromkeys(names, _TAKEN))
+
+    def fill(self, result: Any, start: int) -> None:
+        """Brings the attributes back from the graph of a replay.
+
+        Args:
+            result: what the replay returned.
+            start: the graph's position when the replay began.
+        """
+        again = list(_nodes_made(result, start))
+        if len(again) != len(self._places):
+            raise ReplayMismatchError(
+                f"block {self._name!r} used {len(self._places)} custom autograd functions in its forward, and"
+                f" {len(again)} in its replay. Something that its forward depends on was changed between forward and"
+                " backward; keep it unchanged, or leave this block out of the plan"
+            )
+        for (reference, names), other in zip(self._places, again, strict=True):
+            node = reference()
+            if node is not None:
+                node.__dict__.update((name, other.__dict__[name]) for name in names)
+
+
+class _Before:
+    """Runs in front of a node's backward."""
+
+    def __init__(self, node: weakref.ref[Any], name: str, bring_back: Callable[[], None]):
+        self._node = node
+        self._name = name
+        self._bring_back = bring_back
+
+    def __call__(self, gradients: Any) -> None:
+        node = self._node()
+        if node is not None and node.__dict__.get(self._name) is _TAKEN:
+            self._bring_back()
+
+
+def _nodes_made(result: Any, start: int) -> Iterator[Any]:
+    """The nodes of custom functions that were made from a position on and lead to a result, in the order of making."""
+    found: dict[Any, None] = {}
+    queue = [tensor.grad_fn for tensor in _torch.tensors_in(result)]
+    seen = set[Any]()
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or _torch.node_position(node) < start:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found[node] = None
+        queue += [following for following, _ in node.next_functions]
+    return iter(sorted(found, key=_torch.node_position))
+
+
+def _is_worth_taking(value: Any, held: set[int]) -> bool:
+    """Whether a value is made of tensors, at least one of which would be freed."""
+    if type(value) in IMMUTABLE:
+        return False
+    parts = Parts()
+    parts.take(value)
+    tensors = [leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor)]
+    known = all(type(leaf) in IMMUTABLE or isinstance(leaf, torch.Tensor) for leaf in parts.leaves)
+    return known and any(_torch.storage_key(tensor) not in held for tensor in tensors)

@@ -1,0 +1,75 @@
+"""Fingerprints of tensors: whether a replay computes the very values that the forward computed.
+
+A fingerprint is made of the tensor's bits, on its device, and doesn't depend on the order of a reduction. Each word is
+multiplied with an odd number of its own, which is a bijection, and the products are combined by exclusive or: one
+flipped bit always changes it, and values that changed places do with near certainty.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import torch
+
+from reforward import _torch
+
+#: What of a replay is compared with the forward. "shapes" compares shapes and types, "discrete" also the values of
+#: integer and boolean tensors (routing, masks), "values" all values.
+Check = Literal["nothing", "shapes", "discrete", "values"]
+
+# Words that are multiplied at a time: what a fingerprint takes in memory. An accelerator needs more to be busy.
+_WORDS_ON_CPU, _WORDS_ON_DEVICE = 1 << 14, 1 << 20
+
+
+#: On an accelerator a tensor, so that nothing waits for it.
+Print = int | torch.Tensor
+
+
+def is_compared(tensor: torch.Tensor, check: Check) -> bool:
+    """Whether the values of a tensor are compared."""
+    if check != "values" and (check != "discrete" or tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if type(tensor) not in _DENSE or tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return False
+    # Bytes in a row are the workspace of a kernel (LSTM), which it doesn't fill to the last one.
+    return tensor.dtype is not torch.uint8 or tensor.dim() != 1
+
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> Print:
+    """The fingerprint of a dense tensor's values: a whole number, on an accelerator in a scalar of type int64 there."""
+    on_cpu = tensor.device.type == "cpu"
+    size = _WORDS_ON_CPU if on_cpu else _WORDS_ON_DEVICE
+    with _torch.unseen_by_modes():
+        factors = _odd_numbers(size, tensor.device)
+        parts = [torch.hash_tensor(chunk * factors[: chunk.numel()]) for chunk in _words(tensor.detach()).split(size)]
+        together = torch.stack(parts).view(torch.int64)
+        result = (together * factors[: len(parts)]).sum()
+        return int(result) if on_cpu else result
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers of 32 bits, in the order in which they lie in memory where they lie densely."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.element_size() in (4, 8):
+        return flat.view(torch.int32)
+    if flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0:
+        return flat.view(torch.int32)
+    return flat.view(torch.uint8).to(torch.int32)
+
+
+@cache
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64)
+    return numbers.to(torch.int32).bitwise_or(1).to(device)
+
+
+_odd_numbers(_WORDS_ON_CPU, torch.device("cpu"))  # before anybody counts bytes

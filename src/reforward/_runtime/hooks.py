@@ -1,0 +1,113 @@
+"""Forward hooks of the modules inside a block: which of them run again in a replay.
+
+A hook is replayed if, in forward, it returned a value or changed its module's parameters or attributes: FSDP, weight
+norm and pruning work through such hooks. A hook that only looked is muted, so it fires once per step. A replay finds
+the hooks that the forward found, also if some were added or removed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from reforward import _torch
+
+_Table = dict[int, Any]
+
+
+class _Watched:
+    """Stands for a hook during the forward and sees what it does."""
+
+    def __init__(self, hook: Callable[..., Any]):
+        self.hook = hook
+        self.acted = False
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        before = _seen(module)
+        result = self.hook(module, *given)
+        if result is not None or _differs(before, _seen(module)):
+            self.acted = True
+        return result
+
+
+def _seen(module: nn.Module) -> list[Any]:
+    """What a hook may change of its module: attributes, parameters, buffers, their values."""
+    attributes, parameters, buffers = _torch.live_state(module)
+    tensors = [t for t in (*parameters.values(), *buffers.values()) if t is not None]
+    return [*attributes.items(), *parameters.items(), *buffers.items(), *[("", _torch.version(t)) for t in tensors]]
+
+
+def _differs(before: list[Any], after: list[Any]) -> bool:
+    return len(before) != len(after) or any(
+        name != other or (value is not now and not (type(value) is int and value == now))
+        for (name, value), (other, now) in zip(before, after, strict=True)
+    )
+
+
+def _silent(*given: Any) -> None:
+    """In place of a hook that only looks."""
+
+
+class Hooks:
+    """The forward hooks inside a block, before its forward.
+
+    Args:
+        modules: those that the block calls.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        tables = [table for module in modules for table in _torch.hook_tables(module)] + _torch.global_hook_tables()
+        self._tables = [
+            (hooks, options, hooks.copy(), [o.copy() for o in options]) for hooks, options in tables if hooks
+        ]
+        self._watched: list[dict[int, _Watched]] = []
+
+    @classmethod
+    def of(cls, modules: list[nn.Module]) -> Hooks | None:
+        """The hooks of some modules and those of all modules; None if there are none."""
+        if any(map(_torch.has_hooks, modules)) or any(hooks for hooks, _ in _torch.global_hook_tables()):
+            return cls(modules)
+        return None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around the forward: sees which hooks do more than look."""
+        self._watched = [{key: _Watched(hook) for key, hook in before.items()} for _, _, before, _ in self._tables]
+        for (hooks, *_), watched in zip(self._tables, self._watched, strict=True):
+            hooks.update(watched)
+        try:
+            yield
+        finally:  # hooks that the forward added or took away stay so
+            for hooks, *_ in self._tables:
+                hooks.update((key, hook.hook) for key, hook in hooks.items() if isinstance(hook, _Watched))
+
+    @property
+    def act(self) -> bool:
+        """Whether any hook does more than look: then a replay runs to its end, so that what one hook begins another
+        can end."""
+        return any(hook.acted for watched in self._watched for hook in watched.values())
+
+    def rewind(self) -> Callable[[], None]:
+        """Puts the hooks as the forward found them, muted those that only look; the function that is returned puts them
+        as they are now."""
+        now = [(hooks, hooks.copy(), options, [o.copy() for o in options]) for hooks, options, *_ in self._tables]
+        for (hooks, options, _, flags), watched in zip(self._tables, self._watched, strict=True):
+            _refill(hooks, {key: hook.hook if hook.acted else _silent for key, hook in watched.items()})
+            for option, flag in zip(options, flags, strict=True):
+                _refill(option, flag)
+
+        def undo() -> None:
+            for hooks, contents, options, flags in now:
+                _refill(hooks, contents)
+                for option, flag in zip(options, flags, strict=True):
+                    _refill(option, flag)
+
+        return undo
+
+
+def _refill(table: _Table, contents: _Table) -> None:
+    table.clear()
+    table.update(contents)

@@ -1,0 +1,312 @@
+"""Python values taken apart before a forward and put together again for its replay.
+
+A forward may append to a list, fill a cache object, set attributes of a state that it was given. A replay must find all
+these as the forward found them, and what it does to them must not be seen outside. So lists, dicts and plain objects
+that a forward can reach are taken apart down to what they hold; a replay gets new ones, put together from that. What
+was one object in two places is one again.
+
+Nothing of what is taken apart is kept itself: a value that holds the forward's own output would keep the whole graph
+alive, in a cycle that no garbage collector sees. What it held *before* the forward can't.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+import torch
+from torch import nn
+
+from reforward import _torch
+
+#: A leaf, or ~n for the n-th node.
+Ref = int
+
+# Types of which every value stays as it is.
+IMMUTABLE = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.Size, torch.device, torch.layout,
+     torch.memory_format, range, slice}
+)  # fmt: skip
+_OPAQUE = (
+    nn.Module, torch.Tensor, torch.Generator, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    types.MethodType, functools.partial, enum.Enum, BaseException,
+)  # fmt: skip
+# Classes of these are the system's own and lead anywhere (loggers, threads, files), but for the bases listed.
+_SYSTEM = sys.stdlib_module_names | {"torch", "numpy"}
+_BASES = {object, dict, list, OrderedDict, defaultdict, Counter, types.SimpleNamespace, Generic, Protocol, abc.ABC}
+_POINTER_BYTES = 8
+# A value that leads to more than this (a trainer, the whole program) is left alone from there on.
+_MOST_NODES = 2000
+_DEEPEST = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How values of one type are taken apart and put together.
+
+    Attributes:
+        open: the children and the context of a value.
+        make: a value from its children and context.
+        fill: puts children into a value that `make` made of none; None: the type can't be changed once made.
+    """
+
+    open: Callable[[Any], tuple[list[Any], Any]]
+    make: Callable[[type, list[Any], Any], Any]
+    fill: Callable[[Any, list[Any], Any], None] | None = None
+
+
+def _open_dict(value: dict[Any, Any]) -> tuple[list[Any], Any]:
+    return list(dict.values(value)), list(dict.keys(value))
+
+
+def _open_defaultdict(value: defaultdict[Any, Any]) -> tuple[list[Any], Any]:
+    return list(dict.values(value)), (value.default_factory, list(dict.keys(value)))
+
+
+def _fill_defaultdict(value: defaultdict[Any, Any], children: list[Any], context: Any) -> None:
+    value.default_factory = context[0]
+    dict.update(value, zip(context[1], children, strict=True))
+
+
+def _fill_ordered(value: OrderedDict[Any, Any], children: list[Any], keys: Any) -> None:
+    for key, child in zip(keys, children, strict=True):
+        OrderedDict.__setitem__(value, key, child)
+
+
+_LIST = _Kind(
+    open=lambda value: (list(list.__iter__(value)), None),
+    make=lambda cls, children, context: cls(),
+    fill=lambda value, children, context: list.extend(value, children),
+)
+_DICT = _Kind(
+    open=_open_dict,
+    make=lambda cls, children, keys: cls(),
+    fill=lambda value, children, keys: dict.update(value, zip(keys, children, strict=True)),
+)
+_KINDS: dict[type, _Kind | None] = {
+    list: _LIST,
+    dict: _DICT,
+    OrderedDict: _Kind(
+        open=lambda value: (list(OrderedDict.values(value)), list(OrderedDict.keys(value))),
+        make=lambda cls, children, keys: cls(),
+        fill=_fill_ordered,
+    ),
+    Counter: _DICT,
+    set: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
+    frozenset: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
+    tuple: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
+    deque: _Kind(
+        open=lambda value: (list(value), value.maxlen),
+        make=lambda cls, children, maxlen: cls(maxlen=maxlen),
+        fill=lambda value, children, maxlen: value.extend(children),
+    ),
+    defaultdict: _Kind(open=_open_defaultdict, make=lambda cls, children, context: cls(), fill=_fill_defaultdict),
+    **dict.fromkeys(IMMUTABLE),
+}
+
+
+def _kind_of(cls: type) -> _Kind | None:
+    """How values of a type are taken apart; None: they aren't."""
+    if cls not in _KINDS:
+        _KINDS[cls] = _new_kind(cls)
+    return _KINDS[cls]
+
+
+def _new_kind(cls: type) -> _Kind | None:
+    if issubclass(cls, _OPAQUE) or hasattr(cls, "__del__") or hasattr(cls, "__next__"):
+        return None
+    registered = _torch.registered_node(cls)
+    if registered is not None:
+        opening, making = registered
+        return _Kind(open=opening, make=lambda cls, children, context: making(children, context))
+    if issubclass(cls, tuple):  # a named tuple, or PackedSequence, whose own __new__ takes other arguments
+        return _Kind(
+            open=lambda value: (list(value), None),
+            make=lambda cls, children, context: tuple.__new__(cls, children),
+        )
+    return _object_kind(cls)
+
+
+def _object_kind(cls: type) -> _Kind | None:
+    """Plain objects of Python classes, also if they are dicts or lists besides."""
+    base = next(
+        (b for b in (OrderedDict, defaultdict, dict, list, types.SimpleNamespace) if issubclass(cls, b)), object
+    )
+    foreign = [b for b in cls.__mro__ if b not in _BASES and b.__module__.partition(".")[0] in _SYSTEM]
+    slots = frozenset(name for b in cls.__mro__ for name in _slots(b))
+    most_bytes = base.__basicsize__ + _POINTER_BYTES * (len(slots) + 2)  # more, and it is written in C
+    if foreign or cls.__basicsize__ > most_bytes or cls.__new__ is not base.__new__:
+        return None
+    create: Callable[[type], Any] = base.__new__
+    try:
+        create(cls)
+    except TypeError:  # a class that makes its objects in another way
+        return None
+    own = _KINDS.get(base)
+
+    def opened(value: Any) -> tuple[list[Any], Any]:
+        state = dict(getattr(value, "__dict__", ()))
+        state.update((name, getattr(value, name)) for name in slots if hasattr(value, name))
+        items, keys = own.open(value) if own is not None else ([], None)
+        return [*state.values(), *items], (tuple(state), keys)
+
+    def fill(value: Any, children: list[Any], context: Any) -> None:
+        names, keys = context
+        for name, child in zip(names, children, strict=False):
+            if name in slots:
+                object.__setattr__(value, name, child)
+            else:
+                value.__dict__[name] = child
+        if own is not None and own.fill is not None:
+            own.fill(value, children[len(names) :], keys)
+
+    return _Kind(open=opened, make=lambda cls, children, context: create(cls), fill=fill)
+
+
+def _slots(cls: type) -> list[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [
+        f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A value that was taken apart.
+
+    Attributes:
+        children: what it held.
+        context: what else is needed to make it again.
+    """
+
+    cls: type
+    kind: _Kind
+    children: list[Ref]
+    context: Any
+
+
+class Parts:
+    """Values taken apart.
+
+    Attributes:
+        leaves: what isn't taken apart further, each once, in the order in which it was met. A weak reference stands for
+            a leaf that somebody else keeps.
+    """
+
+    def __init__(self):
+        self.leaves: list[Any] = []
+        self._nodes: list[_Node | None] = []
+        self._met: dict[int, Ref] = {}
+
+    def take(self, value: Any, depth: int = 0) -> Ref:
+        """Takes a value apart. All values must live until `close`."""
+        cls = type(value)
+        kind = _KINDS[cls] if cls in _KINDS else _kind_of(cls)
+        if kind is None:
+            return self._leaf(value, cls)
+        met = self._met.get(id(value))
+        if met is not None:
+            return met
+        if depth > _DEEPEST or len(self._nodes) > _MOST_NODES:
+            return self._leaf(value, cls)
+        children, context = kind.open(value)
+        if kind.fill is None and IMMUTABLE.issuperset(map(type, children)):
+            return self._leaf(value, cls)
+        ref = ~len(self._nodes)
+        self._nodes.append(None)
+        if kind.fill is not None:
+            self._met[id(value)] = ref
+        inside = [self.take(child, depth + 1) for child in children]
+        self._nodes[~ref] = _Node(cls, kind, inside, context)
+        self._met[id(value)] = ref
+        return ref
+
+    def _leaf(self, value: Any, cls: type) -> Ref:
+        if cls in IMMUTABLE:
+            self.leaves.append(value)
+            return len(self.leaves) - 1
+        ref = self._met.get(id(value))
+        if ref is None:
+            ref = self._met[id(value)] = len(self.leaves)
+            self.leaves.append(value)
+        return ref
+
+    def close(self) -> None:
+        """To be called when everything is taken: from now on a value that was met may be gone."""
+        self._met = {}
+
+    def leaves_of(self, refs: Iterable[Ref]) -> list[Ref]:
+        """The leaves that some values hold, each once."""
+        found: dict[Ref, None] = {}
+        queue, seen = list(refs), set[Ref]()
+        while queue:
+            ref = queue.pop()
+            if ref in seen:
+                continue
+            seen.add(ref)
+            if ref >= 0:
+                found[ref] = None
+            else:
+                node = self._nodes[~ref]
+                assert node is not None
+                queue += node.children
+        return list(found)
+
+    def matches(self, ref: Ref, value: Any, met: dict[Ref, Any]) -> bool:
+        """Whether a value holds what the one that was taken apart held.
+
+        Args:
+            met: filled with the values that it holds.
+        """
+        if ref in met:
+            return met[ref] is value
+        if ref >= 0:
+            leaf = self.leaves[ref]
+            met[ref] = value
+            if type(leaf) is weakref.ref and leaf is not value:
+                leaf = leaf()
+            return leaf is value or (type(leaf) in IMMUTABLE and type(leaf) is type(value) and leaf == value)
+        node = self._nodes[~ref]
+        assert node is not None
+        if type(value) is not node.cls:
+            return False
+        met[ref] = value
+        children, context = node.kind.open(value)
+        return (
+            context == node.context
+            and len(children) == len(node.children)
+            and all(self.matches(r, child, met) for r, child in zip(node.children, children, strict=True))
+        )
+
+    def rebuild(self, ref: Ref, leaves: Callable[[Ref], Any], made: dict[Ref, Any]) -> Any:
+        """A value like the one that was taken apart.
+
+        Args:
+            leaves: what stands for a leaf.
+            made: what was made so far; to be shared by all values of one replay.
+        """
+        if ref in made:
+            return made[ref]
+        if ref >= 0:
+            made[ref] = value = leaves(ref)
+            return value
+        node = self._nodes[~ref]
+        assert node is not None
+        if node.kind.fill is None:
+            children = [self.rebuild(child, leaves, made) for child in node.children]
+            made[ref] = value = node.kind.make(node.cls, children, node.context)
+            return value
+        made[ref] = value = node.kind.make(node.cls, [], node.context)
+        node.kind.fill(value, [self.rebuild(child, leaves, made) for child in node.children], node.context)
+        return value
