@@ -55,6 +55,8 @@ def test_select(pattern: str, expected: list[int]):
     [
         ("*.mlp", "model.layers.0.mlp", True),
         ("*.mlp", "mlp", False),
+        ("**.mlp", "model.layers.0.mlp", True),
+        ("*" * 40 + "!", "model.layers.0.mlp", False),
         ("*.mlp", "layers.0.mlp.up", False),
         ("layers[0:2].mlp", "layers.1.mlp", True),
         ("layers[0:2].mlp", "layers.2.mlp", False),

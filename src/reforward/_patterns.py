@@ -88,6 +88,7 @@ def _matcher(pattern: str):
 
 
 def _glob(text: str) -> str:
+    text = re.sub(r"\*+", "*", text)  # several mean the same as one, but each would double what the regex tries
     return "".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in text)
 
 
