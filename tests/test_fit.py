@@ -367,6 +367,13 @@ def test_micro_batches_are_counted(accumulate: Any) -> None:
         rf.Step(lambda: torch.ones(1), accumulate=accumulate)
 
 
+def test_what_is_no_optimizer() -> None:
+    model, step = small_gpt()
+    assert rf.Step(step.loss_fn, optimizer=torch.optim.LBFGS(model.parameters())).optimizer is not None
+    with pytest.raises(rf.StepError, match=r"must be a torch\.optim\.Optimizer, not 'adamw'"):
+        rf.Step(step.loss_fn, optimizer="adamw")
+
+
 def no_scalar() -> tuple[nn.Module, Any]:
     model, _ = models.gpt(layers=2)
     return model, lambda: model(torch.zeros(1, 8, dtype=torch.long))

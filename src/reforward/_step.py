@@ -42,6 +42,8 @@ class Step:
             )
         if self.batches is not None and len(self.batches) == 0:
             raise StepError("a step needs at least one batch; leave `batches` out if loss_fn takes none")
+        if self.optimizer is not None and not all(hasattr(self.optimizer, name) for name in ("step", "param_groups")):
+            raise StepError(f"a step's optimizer must be a torch.optim.Optimizer, not {self.optimizer!r}")
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise StepError(f"accumulate must be a whole number of at least 1, not {self.accumulate!r}")
 
