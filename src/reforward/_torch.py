@@ -157,6 +157,19 @@ def fake_mode() -> Any:
     return Mode(allow_non_fake_inputs=True)
 
 
+def is_sum_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether autograd, which is adding to a gradient, alone holds it and its memory: then it adds in place. To be
+    asked inside a dispatch mode, of an operand.
+
+    Checked on 2.13.0: `can_accumulate_inplace` in the engine; the numbers are 1 there, and here include the references
+    of the call and of Python. The engine itself always answers no while a dispatch mode is active.
+    """
+    from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+    held = tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+    return held == (4, 2) and is_non_overlapping_and_dense_or_false(tensor)
+
+
 def put_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> None:
     """Exchanges a parameter for any tensor, which `setattr` refuses."""
     module._parameters[name] = parameter  # pyright: ignore[reportArgumentType]

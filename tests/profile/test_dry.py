@@ -156,6 +156,36 @@ def test_the_peak_in_every_setting(make: Callable[[], tuple[nn.Module, rf.Step]]
         assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.002)
 
 
+class Apply(nn.Module):
+    """A linear layer and a function of its output."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.function = nn.Linear(32, 32), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "three branches": lambda y: y.cos() + y.exp() + y * 2,
+    "a shared gradient": lambda y: y + y.exp() + y.cos(),
+    "steps": lambda y: torch.stack([y[:, i].exp() for i in range(32)], 1),
+    "turned": lambda y: (y.t() @ y).sum() + y.exp() + y.sin(),
+}
+
+
+@pytest.mark.parametrize("plan", [rf.none(), rf.full()], ids=["plain", "full"])
+@pytest.mark.parametrize("branches", BRANCHES)
+def test_gradients_of_branches_are_summed_in_place(branches: str, plan: Any) -> None:
+    """A scan over time (Mamba's) adds to one gradient at every step."""
+    model, batch = nn.Sequential(*(Apply(BRANCHES[branches]) for _ in range(2))), torch.randn(512, 32)
+    step = rf.Step(lambda: model(batch).sum())
+    with rf.attached(model, plan):
+        predicted = dry_run(model, step, rf.find_blocks(model, Apply)).peak_bytes
+        assert predicted == pytest.approx(rf.measure(model, step, repeats=1).peak_bytes, rel=0.0001)
+
+
 class Experts(nn.Module):
     """Three matrices, each for its third of the rows."""
 

@@ -266,6 +266,16 @@ _FLOPS = {
 }
 
 
+def _sum(a: Any, b: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The operation by which autograd adds two gradients outside of dispatch modes: in place where it can."""
+    for target, other in ((a, b), (b, a)):
+        if not isinstance(target, torch.Tensor) or not isinstance(other, torch.Tensor) or is_replaying():
+            break
+        if target.shape == other.shape and target.dtype == other.dtype and _torch.is_sum_of_its_own(target):
+            return _aten.add_.Tensor, (target, other)
+    return _aten.add.Tensor, (a, b)
+
+
 class _Operations(_torch.TorchDispatchMode):
     """Notes what runs.
 
@@ -280,7 +290,10 @@ class _Operations(_torch.TorchDispatchMode):
         self.in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.in_backward = self.in_backward or _torch.in_backward()
+        in_backward = _torch.in_backward()
+        self.in_backward = self.in_backward or in_backward
+        if func is _aten.add.Tensor and in_backward and not kwargs and not torch.is_grad_enabled():
+            func, args = _sum(*args)
         result = func(*args, **(kwargs or {}))
         formula = _FLOPS.get(_torch.packet(func))
         if formula is not None:
