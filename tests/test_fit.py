@@ -22,6 +22,7 @@ from reforward._cli import main
 from reforward._fit import fit_report
 from reforward._measure.room import total_bytes
 from reforward._profile import DryRun, profile_step
+from reforward._verify import Proof
 from untouched import fingerprint
 
 
@@ -428,7 +429,7 @@ def draws_from_elsewhere() -> tuple[nn.Module, Any]:
         (no_parameters, rf.InputError, "Sequential has no parameters"),
         (all_frozen, rf.StepError, "doesn't require grad"),
         (looks_at_values, rf.DryRunError, r"\.item\(\)"),
-        (draws_from_elsewhere, rf.ReforwardError, "gradient .*weight differ"),
+        (draws_from_elsewhere, rf.ReplayMismatchError, "block '.': its replay computes other values"),
     ],
 )
 def test_a_step_that_cannot_be_fitted(make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -439,6 +440,18 @@ def test_a_step_that_cannot_be_fitted(make: Callable[[], Any], error: type[Excep
     if before is not None:
         assert fingerprint(model) == before
     assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_plan_that_changes_results_is_not_put_on(monkeypatch: Any) -> None:
+    model, step = small_gpt()
+    differing = Proof(
+        scope="region by region", losses=1, gradients=1, buffers=0, rng_states=1, differences=("gradient head.weight",)
+    )
+    monkeypatch.setattr(_fit, "verify_regions", lambda *args: differing)
+    before = fingerprint(model, step.optimizer)
+    with pytest.raises(rf.ReplayMismatchError, match=r"would change the results .* gradient head\.weight differ"):
+        rf.fit(model, step, "1GiB")
+    assert fingerprint(model, step.optimizer) == before
 
 
 def test_a_plan_that_was_on_the_model_survives_a_failure() -> None:
