@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from reforward import _patterns
 from reforward._errors import InputError, PatternError
@@ -78,8 +79,11 @@ def find_blocks(model: nn.Module, select: Selection | None = None) -> tuple[Bloc
 
     Raises:
         PatternError: a pattern, path or class in `select` matches nothing.
-        InputError: one selected module lies inside another.
+        InputError: one selected module lies inside another, or a parameter has no shape yet.
     """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise InputError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model first")
     if select is None:
         found = list(_walk("", _unwrap(model), _count(model))) or _largest_leaf(model)
     else:

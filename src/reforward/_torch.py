@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
@@ -40,14 +41,18 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, while one of them lives; works on fake tensors, which have no address.
 
-    Sparse tensors have no storage of their own; they share memory with nothing but themselves.
+    A sparse tensor is known by the storage of its values.
 
     Checked on 2.13.0: the public `untyped_storage().data_ptr()` raises on fake tensors.
     """
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
-        return id(tensor)
+        if tensor.layout is torch.strided:  # another kind without memory of its own
+            return id(tensor)
+        return (
+            (sparse_parts(tensor)[1] if tensor.layout is torch.sparse_coo else tensor.values()).untyped_storage()._cdata
+        )
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -234,8 +239,12 @@ def packet(func: Any) -> Any:
 def live_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The dicts in which the module keeps attributes, parameters and buffers, for reading and exchanging them.
 
+    Those of a scripted module can be read only: it keeps them elsewhere.
+
     Checked on 2.13.0: `torch.func.functional_call` exchanges parameters and buffers here.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}, dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     return module.__dict__, module._parameters, module._buffers
 
 
@@ -346,9 +355,11 @@ def hook_tables(module: nn.Module) -> list[tuple[dict[int, Any], tuple[dict[int,
     ]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def have_hooks(modules: Sequence[nn.Module]) -> bool:
+    """Whether any of some modules has forward hooks, or there are some for all modules."""
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def global_hook_tables() -> list[tuple[dict[int, Any], tuple[dict[int, Any], ...]]]:
@@ -356,13 +367,11 @@ def global_hook_tables() -> list[tuple[dict[int, Any], tuple[dict[int, Any], ...
 
     Checked on 2.13.0: `register_module_forward_hook` fills these dicts.
     """
-    from torch.nn.modules import module
-
     return [
-        (module._global_forward_pre_hooks, ()),
+        (_module._global_forward_pre_hooks, ()),
         (
-            module._global_forward_hooks,
-            (module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called),
+            _module._global_forward_hooks,
+            (_module._global_forward_hooks_with_kwargs, _module._global_forward_hooks_always_called),
         ),
     ]
 
@@ -382,7 +391,7 @@ def graph_position() -> int:
 
     Checked on 2.13.0: the engine orders nodes by this number; torch's own profiler reads it here.
     """
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def node_position(node: Any) -> int:

@@ -75,6 +75,7 @@ def differences(expected: Record, found: Record) -> list[str]:
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = one.to_dense(), other.to_dense()
         same_kind = one.dtype == other.dtype and one.shape == other.shape
         return same_kind and (torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all()))
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

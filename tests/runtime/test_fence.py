@@ -1,7 +1,9 @@
 """What must not happen twice or differently in a replay: draws, buffers, attributes, settings around the call."""
 
 import random
+import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,6 +14,8 @@ from test_replay import Block, Stack, compare
 from test_run import one_backward
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import reforward as rf
 
@@ -320,3 +324,329 @@ def test_choice_of_attention_backend(backend):
         yield loss.detach()
 
     compare(work, {"layers[0:2]": rf.Recompute()}, lambda: Stack(Attention(), Attention()))
+
+
+# State beyond the module's own attributes
+
+
+class Memory:
+    """Keys and values by layer, as caches of attention are."""
+
+    def __init__(self):
+        self.keys, self.seen = {}, [0]
+
+    def update(self, layer, key):
+        self.keys[layer] = torch.cat([self.keys[layer], key], 1) if layer in self.keys else key
+        self.seen[0] += 1
+        return self.keys[layer]
+
+
+class Remembers(Block):
+    """Reads and writes a cache that it is given."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.key = layer, nn.Linear(8, 8)
+
+    def forward(self, x, memory):
+        keys = memory.update(self.layer, self.key(x)[None])
+        return torch.tanh(super().forward(x) * keys.mean(1)[0] * memory.seen[0])
+
+
+@pytest.mark.parametrize("plan", [rf.full(), rf.segments(1), rf.selective(save="matmul")])
+def test_a_cache_that_all_blocks_write_is_read_and_written_once(plan):
+    class Model(Stack):
+        def forward(self, x):
+            memory = Memory()
+            for _ in range(2):
+                for layer in self.layers:
+                    x = layer(x, memory)
+            self.lengths = [key.shape[1] for key in memory.keys.values()], memory.seen
+            return x
+
+    def build():
+        model = Model(Remembers(0), Remembers(1))
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    for model_plan in (plan,):
+        same.assert_same(build, model_plan)
+        model, loss = same.built(build)
+        rf.attach(model, model_plan)
+        loss().backward()
+        assert model.lengths == ([8, 8], [4])
+
+
+class DeepState(Block):
+    """Keeps tensors and numbers in objects, tuples and dicts of dicts, changes and reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = SimpleNamespace(ema=torch.zeros(8), steps=[{"count": 0}], pair=(torch.ones(8), [1.0]))
+
+    def forward(self, x):
+        state = self.state
+        state.steps[0]["count"] += 1
+        state.ema.mul_(0.9).add_(x.detach().mean(0))
+        state.pair[0].add_(0.5)
+        state.pair[1].append(len(state.pair[1]) * 0.1)
+        scale = state.ema.sum() + state.steps[0]["count"] + state.pair[0].sum() + sum(state.pair[1])
+        return torch.tanh(super().forward(x) * scale)
+
+
+def test_state_at_any_depth_is_written_once():
+    check(DeepState)
+
+    def seen(plan):
+        model = same.built(lambda: (Stack(DeepState()), None))[0]
+        if plan is not None:
+            rf.attach(model, plan)
+        for _ in range(2):
+            torch.manual_seed(0)
+            model(torch.ones(4, 8)).sum().backward()
+        return repr(vars(model.layers[0].state))
+
+    assert seen(rf.full()) == seen(None)
+
+
+class Unregistered(Block):
+    """Holds a batch norm and a layer where the module tree doesn't see them."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.BatchNorm1d(8), {"layer": nn.Linear(8, 8)}]
+        self.__dict__["also"] = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        x = self.also(self.hidden[1]["layer"](self.hidden[0](x)))
+        return torch.tanh(super().forward(x))
+
+
+def test_modules_that_attributes_hold_unregistered_are_part_of_the_block():
+    def statistics(plan):
+        model = same.built(lambda: (Stack(Unregistered()), None))[0]
+        if plan is not None:
+            rf.attach(model, plan)
+        torch.manual_seed(0)
+        model(torch.randn(4, 8)).sum().backward()
+        norms = [model.layers[0].hidden[0], model.layers[0].also]
+        return [[b.tolist() for b in norm.buffers()] for norm in norms], model.layers[0].up.weight.grad.tolist()
+
+    assert statistics(rf.full()) == statistics(None)
+
+
+def test_a_block_that_knows_its_parent_covers_only_itself():
+    model = Stack(Block(), Block())
+    for layer in model.layers:
+        layer.parent = [model]
+    rf.attach(model, rf.full())
+    loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    assert len(model.layers[0].forward._learnt.seen) == 5
+
+
+def test_batch_norm_first_seen_in_evaluation_updates_large_statistics_once_in_training():
+    def statistics(plan):
+        torch.manual_seed(0)
+        model = Stack(nn.Sequential(nn.Linear(4, 20_000), nn.BatchNorm1d(20_000), nn.Tanh()))
+        if plan is not None:
+            rf.attach(model, plan)
+        model.eval()(torch.randn(4, 4)).sum().backward()
+        model.train()(torch.randn(4, 4)).sum().backward()
+        return [b.clone() for b in model.buffers()]
+
+    assert all(map(torch.equal, statistics(None), statistics({"layers.0": rf.Recompute()})))
+
+
+def test_a_backward_inside_a_block_adds_its_gradients_once():
+    class Learns(Block):
+        def forward(self, x):
+            with torch.enable_grad():
+                self.up(x.detach()).square().sum().backward()
+            return torch.tanh(super().forward(x))
+
+    check(Learns)
+
+
+def test_requires_grad_turned_off_before_backward_is_as_in_forward_during_the_replay():
+    def gradient(plan):
+        torch.manual_seed(0)
+        model = Stack(Block(), Block())
+        if plan is not None:
+            rf.attach(model, plan)
+        loss = model(torch.ones(4, 8)).sum()
+        model.layers[1].down.weight.requires_grad_(False)
+        loss.backward()
+        assert not model.layers[1].down.weight.requires_grad
+        return model.layers[0].up.weight.grad
+
+    assert torch.equal(gradient(None), gradient(rf.full()))
+
+
+def test_lazy_and_scripted_modules_inside_a_block():
+    class Lazy(Block):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.LazyLinear(32)
+
+    class Scripted(Block):
+        def __init__(self):
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.norm = torch.jit.script(nn.Sequential(nn.LayerNorm(8), nn.Tanh()))
+
+    def build(block):
+        model = Stack(block(), block())
+        x = torch.randn(4, 8)
+        model(x)
+        return model, lambda: model(x).square().sum()
+
+    for block in (Lazy, Scripted):
+        same.assert_same(lambda block=block: build(block), rf.full())
+    model = Stack(Lazy())
+    with pytest.raises(rf.InputError, match=r"'layers.0.up.weight' has no shape yet"):
+        rf.attach(model, rf.full())
+
+
+def test_a_scripted_submodule_that_writes_its_buffers_is_refused_by_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.BatchNorm1d(8)), nn.Tanh())
+    model = Stack(block)
+    rf.attach(model, {"layers.0": rf.Recompute()})
+    with pytest.raises(rf.ReplayError, match=r"'layers.0' wrote the buffer 'running_mean' of a scripted submodule"):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_sparse_buffer():
+    class Graph(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("edges", torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            return torch.tanh(super().forward(torch.sparse.mm(self.edges, x)))
+
+    check(Graph)
+
+
+# Settings
+
+
+def test_settings_changed_before_backward_are_as_in_forward_during_the_replay():
+    class Sensitive(Block):
+        def forward(self, x):
+            noise = torch.zeros(1)  # of the default type, on the default device
+            assert noise.dtype is torch.float64
+            assert torch.are_deterministic_algorithms_enabled()
+            return torch.tanh(super().forward(x) + noise.to(x.dtype))
+
+    model = Stack(Sensitive())
+    rf.attach(model, rf.full())
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = model(torch.ones(4, 8, dtype=torch.float32)).sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    loss.backward()
+    assert torch.get_default_dtype() is torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("forward_device", ["cpu", "meta"])
+def test_the_default_device_of_the_forward_holds_in_the_replay(forward_device):
+    class Makes(Block):
+        def forward(self, x):
+            assert torch.empty(1).device.type == forward_device
+            return torch.tanh(super().forward(x))
+
+    model = Stack(Makes())
+    rf.attach(model, rf.full())
+    with torch.device(forward_device):
+        loss = model(torch.ones(4, 8, device="cpu")).sum()
+    with torch.device("cpu" if forward_device == "meta" else "meta"):
+        loss.backward()
+    assert model.layers[0].up.weight.grad is not None
+
+
+def test_weights_cached_in_forward_are_the_replays_weights():
+    class Twice(Stack):
+        def forward(self, x):
+            with parametrize.cached():
+                return super().forward(super().forward(x))
+
+    def build():
+        shared = weight_norm(nn.Linear(8, 8))
+        model = Twice(nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.Tanh()))
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    same.assert_same(build, {"layers[0:2]": rf.Recompute()})
+
+
+# Beyond reach
+
+
+COUNTER = 0
+
+
+def test_a_global_that_a_block_changes_is_warned_about_once():
+    class Counts(Block):
+        def forward(self, x):
+            global COUNTER
+            COUNTER += 1
+            return torch.tanh(super().forward(x))
+
+    model = Stack(Counts())
+    rf.attach(model, rf.full())
+    with pytest.warns(UserWarning, match=r"'layers.0' changes the global 'COUNTER'.*is_replaying"):
+        model(torch.ones(4, 8)).sum().backward()
+    model(torch.ones(4, 8)).sum().backward()
+
+
+GENERATOR = torch.Generator()
+
+
+def test_generators_of_globals_and_closures():
+    own = torch.Generator()
+
+    class Draws(Block):
+        def forward(self, x):
+            noise = torch.rand(8, generator=GENERATOR) + torch.rand(8, generator=own)
+            return torch.tanh(super().forward(x * noise))
+
+    def states(plan):
+        GENERATOR.manual_seed(1)
+        own.manual_seed(2)
+        torch.manual_seed(0)
+        model = Stack(Draws(), Draws())
+        if plan is not None:
+            rf.attach(model, plan)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        return [model.layers[0].up.weight.grad, GENERATOR.get_state(), own.get_state()]
+
+    assert all(map(torch.equal, states(None), states(rf.full())))
+
+
+@pytest.mark.parametrize("give", [iter, lambda values: (value for value in values)], ids=["iterator", "generator"])
+def test_iterators_in_and_out_are_refused_by_name(give):
+    class Reads(Block):
+        def forward(self, x, values):
+            return torch.tanh(super().forward(x) * next(values))
+
+    class Yields(Block):
+        def forward(self, x):
+            return give([super().forward(x)])
+
+    model = Stack(Reads())
+    rf.attach(model, rf.full())
+    with pytest.raises(rf.ReplayError, match=r"'layers.0' is given an iterator"):
+        model(torch.ones(4, 8), give([2.0]))
+    model = Stack(Yields())
+    rf.attach(model, rf.full())
+    with pytest.raises(rf.ReplayError, match=r"'layers.0' \(Yields\) returns an iterator"):
+        model(torch.ones(4, 8))

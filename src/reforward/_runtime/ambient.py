@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,8 +19,7 @@ _BACKENDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ambient:
+class Ambient(NamedTuple):
     """Settings around a call.
 
     Attributes:
@@ -44,12 +42,12 @@ class Ambient:
     def capture(cls, device_types: tuple[str, ...]) -> Ambient:
         """The settings now."""
         return cls(
-            autocast=tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
-            cache=torch.is_autocast_cache_enabled(),
-            attention=_attention_backends(),
-            numerics=tuple([read() for read, _ in _NUMERICS]),
-            modes=_torch.function_modes(),
-            parametrizations=_torch.CachedParametrizations.now(),
+            tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
+            torch.is_autocast_cache_enabled(),
+            _attention_backends(),
+            tuple([read() for read, _ in _NUMERICS]),
+            _torch.function_modes(),
+            _torch.CachedParametrizations.now(),
         )
 
     def enter(self) -> ExitStack | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _patterns, _torch
@@ -29,12 +29,14 @@ from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import generators
+from reforward._runtime.reach import Outside, forwards, generator_places, value_at
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 from reforward._techniques import resolve_plan
+
+_LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 
 #: When replays are compared with their forwards, value by value.
 When = Literal["first", "always", "off"]
@@ -124,16 +126,19 @@ class RegionForward(_Forward):
         arguments = Arguments(parts, args, kwargs)
         modules = _torch.submodules(self.module)
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
-        if not any(tensor.requires_grad for tensor in tensors) or any(map(is_lazy, tensors)):
+        if not any(tensor.requires_grad for tensor in tensors) or not _LAZY.isdisjoint(map(type, tensors)):
             return self.plain(*args, **kwargs)
         run = self._open_run(arguments.leaves)
         devices = accelerators(tensors)
+        outside = Outside(modules) if not self._learnt.seen else None
         call = self._new_call(parts, arguments, modules, devices, run)
         recording = run.recording if run is not None else Recording(self.node, start=self._start, devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
         with call.watched():
             result = recording.forward(call, args, kwargs, keeper, frame)
         call.seal()
+        if outside is not None:
+            self._warn_of_changes(outside)
         self._refuse_iterators(result)
         self._keep_open(recording, result)
         return result
@@ -146,13 +151,24 @@ class RegionForward(_Forward):
         devices: tuple[torch.device, ...],
         run: OpenRun | None,
     ) -> Call:
-        inside = modules[1:]
+        hooks = Hooks.of(modules[1:])
         state = ModuleState(self.path, modules, self._learnt, parts)
-        reached = [*arguments.leaves, *generators(state.modules)]
-        fence = Fence(state, devices, reached, Hooks.of(inside))
+        if self._learnt.generators is None:
+            self._learnt.generators = generator_places(forwards(state.modules))
+        reached = [*arguments.leaves, *map(value_at, self._learnt.generators)]
+        fence = Fence(state, devices, reached, hooks)
         previous = run.outputs() if run is not None else []
         check = self.attachment.check_of(self._learnt)
         return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)
+
+    def _warn_of_changes(self, outside: Outside) -> None:
+        if changed := outside.changed():
+            warnings.warn(
+                f"block {self.path!r} changes {', '.join(changed)} in its forward, which is out of reach: it will be"
+                " changed again when the block is computed again for backward; write `if not rf.is_replaying():` around"
+                " it",
+                stacklevel=4,
+            )
 
     def _refuse_iterators(self, result: Any) -> None:
         for leaf in _torch.flatten(result)[0]:

@@ -46,6 +46,11 @@ class Arguments:
                 self._note_steady(value, ref)
         self.leaves = parts.leaves.copy()
 
+    @property
+    def nested(self) -> bool:
+        """Whether there is more among them than tensors, numbers and the like."""
+        return self._refs is not None
+
     def let_go(self) -> list[Any]:
         """The leaves; from now on their tensors aren't kept alive here."""
         leaves, self.leaves = self.leaves, []
@@ -126,7 +131,18 @@ class Call:
         learnt: is told when a replay was seen to compute the same values.
     """
 
-    __slots__ = ("_arguments", "_leaves", "check", "contexts", "early_stop", "fence", "function", "learnt", "name")
+    __slots__ = (
+        "_arguments",
+        "_held",
+        "_leaves",
+        "check",
+        "contexts",
+        "early_stop",
+        "fence",
+        "function",
+        "learnt",
+        "name",
+    )
 
     def __init__(
         self,
@@ -149,6 +165,7 @@ class Call:
         self.check: Check = check
         self.learnt = learnt
         self._arguments = arguments
+        self._held: tuple[list[torch.Tensor], set[int]] | None = None
         positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
         kept: dict[int, Kept] = {}  # a tensor that is given twice is kept once
         self._leaves = [
@@ -159,7 +176,8 @@ class Call:
             else kept.setdefault(id(leaf), Kept(leaf))
             for leaf in arguments.let_go()
         ]
-        self._refuse_iterators()
+        if arguments.nested:
+            self._refuse_iterators()
 
     def _refuse_iterators(self) -> None:
         for leaf in self._leaves:
@@ -245,5 +263,8 @@ class Call:
 
     def held_storages(self) -> set[int]:
         """Storages that live whether or not this call is recorded, or that the recording holds anyway."""
-        held = [*self.fence.tensors, *[leaf.tensor for leaf in self._leaves if isinstance(leaf, Kept)]]
-        return set(map(_torch.storage_key, held))
+        tensors = self.fence.tensors
+        if self._held is None or self._held[0] is not tensors:  # a replay may see copies of buffers
+            held = [*tensors, *[leaf.tensor for leaf in self._leaves if isinstance(leaf, Kept)]]
+            self._held = tensors, set(map(_torch.storage_key, held))
+        return self._held[1]

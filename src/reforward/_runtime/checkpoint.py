@@ -21,7 +21,7 @@ from reforward._runtime.fence import Fence
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import generators_of
+from reforward._runtime.reach import generator_places, value_at
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
@@ -88,7 +88,7 @@ def checkpoint(
     record = _Record(in_forward, in_replay) if debug else None
     learnt = Learnt()
     state = ModuleState(name, modules, learnt, parts)
-    fence = Fence(state, devices, [*given, *generators_of(function)], Hooks.of(state.modules))
+    fence = Fence(state, devices, [*given, *map(value_at, generator_places([function]))], Hooks.of(state.modules))
     call = Call(
         name,
         function,

@@ -1,8 +1,8 @@
 """Fingerprints of tensors: whether a replay computes the very values that the forward computed.
 
-A fingerprint is made of the tensor's bits, on its device, and doesn't depend on the order of a reduction. Each word is
-multiplied with an odd number of its own, which is a bijection, and the products are combined by exclusive or: one
-flipped bit always changes it, and values that changed places do with near certainty.
+A fingerprint is a sum over the tensor's bits, on its device: each word of 32 bits is multiplied with an odd number of
+its own, modulo 2**64. Whole numbers add up to the same in any order, a flipped bit always changes the sum (the product
+of an odd number and a difference of less than 2**64 isn't 0), and values that changed places do with near certainty.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     size = _WORDS_ON_CPU if on_cpu else _WORDS_ON_DEVICE
     with _torch.unseen_by_modes():
         factors = _odd_numbers(size, tensor.device)
-        parts = [torch.hash_tensor(chunk * factors[: chunk.numel()]) for chunk in _words(tensor.detach()).split(size)]
-        together = torch.stack(parts).view(torch.int64)
-        result = (together * factors[: len(parts)]).sum()
+        parts = [(chunk * factors[: chunk.numel()]).sum() for chunk in _words(tensor.detach()).split(size)]
+        many = _odd_numbers(max(size, len(parts)), tensor.device)[: len(parts)]
+        result = (torch.stack(parts) * many).sum()
         return int(result) if on_cpu else result
 
 
@@ -67,9 +67,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64)
-    return numbers.to(torch.int32).bitwise_or(1).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu").bitwise_or(1).to(device)
 
 
 _odd_numbers(_WORDS_ON_CPU, torch.device("cpu"))  # before anybody counts bytes

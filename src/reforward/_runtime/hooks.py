@@ -68,9 +68,7 @@ class Hooks:
     @classmethod
     def of(cls, modules: list[nn.Module]) -> Hooks | None:
         """The hooks of some modules and those of all modules; None if there are none."""
-        if any(map(_torch.has_hooks, modules)) or any(hooks for hooks, _ in _torch.global_hook_tables()):
-            return cls(modules)
-        return None
+        return cls(modules) if _torch.have_hooks(modules) else None
 
     @contextmanager
     def watched(self) -> Iterator[None]:

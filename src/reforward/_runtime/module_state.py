@@ -16,6 +16,7 @@ from torch import nn
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
 from reforward._runtime.parts import IMMUTABLE, Parts, Ref
+from reforward._runtime.reach import Place
 from reforward._runtime.streams import OwnStream
 
 # Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write.
@@ -34,15 +35,17 @@ class Learnt:
         written: tensors that a forward wrote, by index of the module and name.
         proven: a replay was seen to compute the very values of its forward.
         uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
+        generators: where the code of its modules finds generators; None: not looked yet.
     """
 
-    __slots__ = ("proven", "seen", "uses_contexts", "written")
+    __slots__ = ("generators", "proven", "seen", "uses_contexts", "written")
 
     def __init__(self):
         self.seen: set[tuple[int, bool]] = set()
         self.written: set[tuple[Any, ...]] = set()
         self.proven = False
         self.uses_contexts = False
+        self.generators: list[Place] | None = None
 
 
 class _HeldTensor:
@@ -104,6 +107,7 @@ class ModuleState:
         self._homes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._parameters: list[tuple[torch.Tensor, int, bool]] = []
         self._held: list[_HeldTensor] = []
+        self._scripted: list[_HeldTensor] = []  # can't be exchanged
         self._deep: dict[Ref, _HeldTensor] = {}
         self._attributes: list[tuple[dict[str, Any], str, Ref]] = []
         self._steady: set[Ref] = set()
@@ -123,6 +127,7 @@ class ModuleState:
 
     def _look_at(self, index: int, module: nn.Module) -> None:
         attributes, parameters, buffers = _torch.live_state(module)
+        first = len(self._held)
         self._homes.append((attributes, attributes.copy()))
         if parameters:
             self._homes.append((parameters, parameters.copy()))
@@ -132,9 +137,11 @@ class ModuleState:
             for key, buffer in buffers.items():
                 if buffer is not None:
                     self._held.append(self._hold(buffers, (index, key), buffer, module))
-        for key, value in attributes.items():
-            if key not in _MODULE_ATTRIBUTES and type(value) not in IMMUTABLE:
+        for key in attributes.keys() - _MODULE_ATTRIBUTES:
+            if type(value := attributes[key]) not in IMMUTABLE:
                 self._add_attribute(attributes, (index, key), value, module)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._scripted += self._held[first:]
         self._learnt.seen.add((index, module.training))
 
     def _hold(
@@ -178,6 +185,11 @@ class ModuleState:
                 held.copy = None
                 continue
             self._learnt.written.add(held.key)
+            if held in self._scripted:
+                raise ReplayError(
+                    f"block {self._name!r} wrote the buffer {held.name!r} of a scripted submodule, which can't be"
+                    " brought back for the replay; use that submodule unscripted, or leave this block out of the plan"
+                )
             if held.copy is None:
                 raise ReplayError(
                     f"block {self._name!r} wrote its buffer {held.name!r} ({held.tensor.nbytes} bytes) in place in this"

@@ -100,7 +100,11 @@ _KINDS: dict[type, _Kind | None] = {
         fill=_fill_ordered,
     ),
     Counter: _DICT,
-    set: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
+    set: _Kind(
+        open=lambda value: (list(value), None),
+        make=lambda cls, children, context: cls(),
+        fill=lambda value, children, context: value.update(children),
+    ),
     frozenset: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
     tuple: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
     deque: _Kind(
@@ -144,6 +148,8 @@ def _object_kind(cls: type) -> _Kind | None:
     slots = frozenset(name for b in cls.__mro__ for name in _slots(b))
     most_bytes = base.__basicsize__ + _POINTER_BYTES * (len(slots) + 2)  # more, and it is written in C
     if foreign or cls.__basicsize__ > most_bytes or cls.__new__ is not base.__new__:
+        return None
+    if base is object and not slots and not cls.__dictoffset__:  # it holds nothing
         return None
     create: Callable[[type], Any] = base.__new__
     try:

@@ -7,10 +7,10 @@ is out of reach: when a block is seen to change it, a warning says so.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,28 +21,19 @@ _CONTAINERS = (list, dict, set)
 _NUMBERS = (int, float)
 
 #: Where a name of a function lives: the dict of globals and the name, or the cell.
-_Place = tuple[dict[str, Any], str] | types.CellType
+Place = tuple[dict[str, Any], str] | types.CellType
 
 
-def generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """Generator objects that the forwards of some modules find in closures and globals."""
-    found: list[Any] = []
-    for cls in dict.fromkeys(map(type, modules)):
-        places = _generator_places.get(cls)
-        if places is None:
-            found_now = _places_of(cls.forward)
-            places = _generator_places[cls] = [place for place in found_now if OwnStream.among([_value(place)])]
-        found += map(_value, places)
-    return found
+def forwards(modules: Iterable[nn.Module]) -> list[Any]:
+    """The forward functions of some modules' classes, each once."""
+    # Looked up without calling: the one of a scripted module's class is a descriptor that fails without a module.
+    return list(dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in modules))
 
 
-def generators_of(function: Any) -> list[Any]:
-    """Generator objects that a function finds in closures and globals."""
-    return [value for place in _places_of(function) if OwnStream.among([value := _value(place)])]
-
-
-# By class of module. Only what holds a generator when the class is first met is looked at again.
-_generator_places: WeakKeyDictionary[type, list[_Place]] = WeakKeyDictionary()
+def generator_places(functions: Iterable[Any]) -> list[Place]:
+    """Where some functions find generator objects in closures and globals."""
+    places = [place for function in dict.fromkeys(functions) for place in _places_of(function)]
+    return [place for place in places if OwnStream.among([value_at(place)])]
 
 
 class Outside:
@@ -50,16 +41,16 @@ class Outside:
     changes."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        places = [place for cls in dict.fromkeys(map(type, modules)) for place in _places_of(cls.forward)]
-        self._before = [(p, v, _content(v)) for p in places if isinstance(v := _value(p), (*_CONTAINERS, *_NUMBERS))]
+        places = [place for forward in forwards(modules) for place in _places_of(forward)]
+        self._before = [(p, v, _content(v)) for p in places if isinstance(v := value_at(p), (*_CONTAINERS, *_NUMBERS))]
 
     def changed(self) -> list[str]:
         """The names of those that aren't as they were."""
         return [_name(place) for place, value, content in self._before if self._differs(place, value, content)]
 
     @staticmethod
-    def _differs(place: _Place, value: Any, content: Any) -> bool:
-        now = _value(place)
+    def _differs(place: Place, value: Any, content: Any) -> bool:
+        now = value_at(place)
         if isinstance(value, _NUMBERS):
             return type(now) is not type(value) or now != value
         return now is not value or _content(now) != content
@@ -72,9 +63,9 @@ def _content(value: Any) -> Any:
     return [id(item) for item in value] if isinstance(value, _CONTAINERS) else None
 
 
-def _places_of(function: Any) -> list[_Place]:
+def _places_of(function: Any) -> list[Place]:
     """Where the values live that a function, and the functions that it refers to, may use."""
-    found: list[_Place] = []
+    found: list[Place] = []
     queue, seen = [function], set[int]()
     while queue and len(found) < _MOST_PLACES:
         plain = _plain_function(queue.pop(0))
@@ -82,9 +73,9 @@ def _places_of(function: Any) -> list[_Place]:
             continue
         seen.add(id(plain.__code__))
         names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
-        places: list[_Place] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
+        places: list[Place] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
         found += places
-        queue += [value for place in places if callable(value := _value(place)) and not isinstance(value, type)]
+        queue += [value for place in places if callable(value := value_at(place)) and not isinstance(value, type)]
     return found
 
 
@@ -94,8 +85,8 @@ def _plain_function(value: Any) -> types.FunctionType | None:
             value = value.func
         elif isinstance(value, types.MethodType):
             value = value.__func__
-        elif hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
+        elif isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
+            value = value.__dict__["__wrapped__"]
         else:
             return value if isinstance(value, types.FunctionType) else None
 
@@ -106,7 +97,8 @@ def _names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _value(place: _Place) -> Any:
+def value_at(place: Place) -> Any:
+    """What is there now; None if nothing is."""
     if isinstance(place, tuple):
         return place[0].get(place[1])
     try:
@@ -115,5 +107,5 @@ def _value(place: _Place) -> Any:
         return None
 
 
-def _name(place: _Place) -> str:
+def _name(place: Place) -> str:
     return f"the global {place[1]!r}" if isinstance(place, tuple) else "a variable of an enclosing function"

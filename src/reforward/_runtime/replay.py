@@ -417,10 +417,11 @@ class Recorder(_Frame):
             holder = Holder(self.call.name, None, tensor.detach())
         else:
             holder = Holder(self.call.name, self._recording)
+            reference = weakref.ref(holder)
             mark = fingerprint(tensor) if is_compared(tensor, self.call.check) else None
-            self._slots.append(_Slot(weakref.ref(holder), tensor.shape, tensor.dtype, mark))
+            self._slots.append(_Slot(reference, tensor.shape, tensor.dtype, mark))
             if self._watches:
-                self._versions.append((weakref.ref(holder), _torch.counter_of(tensor), _torch.version(tensor)))
+                self._versions.append((reference, _torch.counter_of(tensor), _torch.version(tensor)))
         if self._sink is not None:
             self._pass_on(self._sink, tensor, holder)
         return holder
