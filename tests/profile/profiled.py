@@ -14,6 +14,14 @@ import reforward as rf
 from reforward._plan import Plan, Region, Run
 from reforward._profile import DryRun, Profiled, dry_run, profile_step
 
+
+def encoder() -> models.Case:
+    """A stack whose layers don't keep their input: it is freed once the layer has run."""
+    stack = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(6)]
+    model, batch = nn.Sequential(*stack), torch.randn(4, 64, 32)
+    return models.Case(model, lambda: model(batch).square().mean())
+
+
 #: A few MB each, so that a step takes tens of milliseconds.
 SIZED: dict[str, Callable[[], models.Case]] = {
     "gpt": lambda: models.gpt(layers=4, width=32, batch=4, time=64),
@@ -22,6 +30,7 @@ SIZED: dict[str, Callable[[], models.Case]] = {
     "lstm": lambda: models.lstm(width=64, batch=8, time=64),
     "unet": lambda: models.unet(width=16, size=32),
     "t5": models.t5,
+    "encoder": encoder,
 }
 
 TECHNIQUES: dict[str, Any] = {

@@ -107,6 +107,8 @@ def profile_step(
 
 
 def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryRun], costs: RealCosts) -> Profile:
+    lone = _lone_forwards(runs[Save()])
+    runs = {policy: _joined(run, lone) for policy, run in runs.items()}
     plain = runs[Save()]
     by_path = modules_by_path(model)
     numbers: dict[object, int] = {}
@@ -138,6 +140,29 @@ def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryR
         events=_events(plain, costs),
         blocks=tuple(block.path for block in blocks),
     )
+
+
+def _lone_forwards(plain: DryRun) -> set[int]:
+    """Calls after whose forward nothing runs until that of the next one of their chain; at most, something is freed."""
+    following = [segment for segment in plain.segments if segment.kind != "gap" or segment.flops or segment.peak_bytes]
+    return {
+        one.call
+        for one, other in pairwise(following)
+        if one.kind == other.kind == "forward" and other.call == one.call + 1 and plain.calls[other.call].follows
+    }
+
+
+def _joined(run: DryRun, calls: set[int]) -> DryRun:
+    """The run with the gap after these calls' forward as a part of it: a replay frees what is freed there, too."""
+    segments: list[Segment] = []
+    for segment in run.segments:
+        before = segments[-1] if segments else segment
+        if segment.kind == "gap" and before.kind == "forward" and before.call in calls:
+            peak = max(before.peak_bytes, before.delta_bytes + segment.peak_bytes)
+            segments[-1] = replace(before, delta_bytes=before.delta_bytes + segment.delta_bytes, peak_bytes=peak)
+        else:
+            segments.append(segment)
+    return replace(run, segments=tuple(segments))
 
 
 def _by_call(run: DryRun) -> dict[tuple[str, int], Segment]:
