@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import models
 import reforward as rf
 from reforward._profile import dry_run
-from reforward._runtime import replay
+from reforward._runtime import hooks, replay
 from reforward._runtime.fence import Fence
 from reforward._runtime.streams import RngState
 from reforward._techniques import none, resolve_plan
@@ -178,11 +178,28 @@ def test_a_holder_that_gives_another_value(proof: Callable[..., Proof], plan: An
 @pytest.mark.parametrize("proof", PROOFS)
 def test_a_world_that_is_not_put_back(proof: Callable[..., Proof], plan: Any, monkeypatch: Any) -> None:
     """Without the fence a replay draws other dropout masks and counts the statistics of BatchNorm again."""
-    monkeypatch.setattr(Fence, "rewind", lambda self: lambda: None)
+    monkeypatch.setattr(Fence, "rewind", lambda self: (lambda: None, {}))
     differences = proof(*faulty(), plan).differences
     assert "gradient 0.second.weight" in differences
     if proof is rf.verify:  # region by region, buffers are compared after the forward
         assert "buffer 0.norm.running_mean" in differences
+
+
+def test_hooks_are_counted_and_peaks_measured() -> None:
+    model, step = built("gpt")
+    model.layers[0].norm1.register_forward_hook(lambda module, args, output: None)
+    model.layers[1].norm1.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    proof = rf.verify(model, step, rf.full())
+    assert (proof.hooks, proof.differences) == (2, ())
+    assert proof.planned_peak_bytes < 0.8 * proof.plain_peak_bytes
+    assert len(model.layers[0].norm1._forward_hooks) == 1
+
+
+def test_a_hook_that_fires_again_is_a_difference(monkeypatch: Any) -> None:
+    monkeypatch.setattr(hooks.Hooks, "of", classmethod(lambda cls, modules: None))
+    model, step = built("gpt")
+    model.layers[0].norm1.register_forward_hook(lambda module, args, output: None)
+    assert rf.verify(model, step, rf.full()).differences == ("calls of hook 0 of layers.0.norm1",)
 
 
 def test_streams_that_a_replay_leaves_elsewhere(monkeypatch: Any) -> None:

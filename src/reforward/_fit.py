@@ -25,7 +25,7 @@ from reforward._solve.frontier import trace_frontier
 from reforward._step import Step
 from reforward._techniques import check_blocks, check_model, none, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
-from reforward._verify import Proof, verify, verify_regions
+from reforward._verify import Proof, verify_regions, verify_step
 
 Progress = Callable[[str, float], None]
 
@@ -152,7 +152,7 @@ def fit_report(
         with attached(model, none()):
             measured_plain = measure(model, step, variant=profiled.variant)
         tell("proving", 0.85)
-        proof = verify(model, step, found.plan)
+        proof = verify_step(model, step, found.plan)
     else:
         tell("proving", 0.85)
         proof = _prove_regions(model, step, found.plan, profiled)

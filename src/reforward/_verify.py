@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy.random  # noqa: F401 - numpy loads it late; a stream that begins between two runs would differ
@@ -18,12 +18,13 @@ from torch import nn
 
 from reforward import _patterns, _torch
 from reforward._blocks import modules_by_path
+from reforward._measure.measure import measure
 from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
 from reforward._plan import Node, Plan, Region, leaves
 from reforward._policy import Save
 from reforward._profile import BlockCall, CallInputs, capture_inputs
-from reforward._runtime import RngState, attached
+from reforward._runtime import RngState, attached, counted_hooks
 from reforward._step import Step
 from reforward._techniques import none, resolve_plan
 
@@ -39,6 +40,9 @@ class Proof:
         losses, gradients, buffers, rng_states: how many of each were compared. Region by region, the outputs of the
             regions stand for the loss, and gradients are those of the regions' parameters and inputs.
         differences: what isn't bit-identical, by name; empty if all is.
+        hooks: forward hooks whose calls were counted. Those that only look must be called as often as in the plain
+            step; those that return or change something are called again in a replay.
+        plain_peak_bytes, planned_peak_bytes: the largest peaks of both, as measured; None if they weren't.
     """
 
     scope: Scope
@@ -47,13 +51,17 @@ class Proof:
     buffers: int
     rng_states: int
     differences: tuple[str, ...]
+    hooks: int = 0
+    plain_peak_bytes: int | None = None
+    planned_peak_bytes: int | None = None
 
 
 def verify(model: nn.Module, step: Step | Callable[[], torch.Tensor], plan: Any) -> Proof:
     """Runs every batch's step plainly and under a plan, from the same state, and compares all results bit for bit.
 
-    Compared are the loss, the gradient of every parameter, every buffer, and every random stream after the step. The
-    plain step has to fit into memory. Model, optimizer, gradients and random streams are put back.
+    Compared are the loss, the gradient of every parameter, every buffer, every random stream after the step, and how
+    often forward hooks were called; both peaks are measured. The plain step has to fit into memory. Model, optimizer,
+    gradients and random streams are put back.
 
     Args:
         plan: a Plan, or whatever `rf.attach` takes.
@@ -63,17 +71,30 @@ def verify(model: nn.Module, step: Step | Callable[[], torch.Tensor], plan: Any)
     """
     step = Step.of(step)
     resolved = resolve_plan(model, plan)
+    proof = verify_step(model, step, resolved)
+    plain, planned = (_peak_bytes(model, step, what) for what in (none(), resolved))
+    return replace(proof, plain_peak_bytes=plain, planned_peak_bytes=planned)
+
+
+def verify_step(model: nn.Module, step: Step, plan: Plan) -> Proof:
+    """`verify` without the peaks."""
     table = _Table("whole step")
     for variant in range(step.variants):
         prefix = f"batch {variant}: " if step.variants > 1 else ""
         results = []
-        for what in (none(), resolved):
-            with attached(model, what), preserved(model, step.optimizer, also=step_inputs(step)):
+        for what in (none(), plan):
+            # Values are compared here, so that each difference is reported and none raises.
+            with attached(model, what, check="off"), preserved(model, step.optimizer, also=step_inputs(step)):
                 for parameter in model.parameters():
                     parameter.grad = None
                 results.append(_step_digests(model, step, variant))
         table.compare(prefix, *results)
     return table.proof()
+
+
+def _peak_bytes(model: nn.Module, step: Step, plan: Any) -> int:
+    with attached(model, plan, check="off"):
+        return max(measure(model, step, variant=variant, repeats=1).peak_bytes for variant in range(step.variants))
 
 
 def verify_regions(model: nn.Module, step: Step, plan: Plan, calls: Sequence[BlockCall], variant: int = 0) -> Proof:
@@ -97,7 +118,7 @@ def verify_regions(model: nn.Module, step: Step, plan: Plan, calls: Sequence[Blo
             ]
             with attached(model, none()):
                 expected = _isolated(parts, _plain)
-            with attached(model, Plan(nodes=(node,), when=plan.when)):
+            with attached(model, Plan(nodes=(node,), when=plan.when), check="off"):
                 got = _isolated(parts, _planned)
             table.compare("", expected, got)
     return table.proof()
@@ -121,7 +142,7 @@ class _Table:
 
     def __init__(self, scope: Scope):
         self._scope: Scope = scope
-        self._counts = {"loss": 0, "gradient": 0, "buffer": 0, "RNG state": 0}
+        self._counts = {"loss": 0, "gradient": 0, "buffer": 0, "RNG state": 0, "calls of": 0}
         self._differences: list[str] = []
 
     def compare(self, prefix: str, expected: Digests, got: Digests) -> None:
@@ -139,12 +160,16 @@ class _Table:
             buffers=self._counts["buffer"],
             rng_states=self._counts["RNG state"],
             differences=tuple(self._differences),
+            hooks=self._counts["calls of"],
         )
 
 
 def _step_digests(model: nn.Module, step: Step, variant: int) -> Digests:
-    loss = step.run(variant, optimize=False)
+    with counted_hooks(model) as hooks:
+        loss = step.run(variant, optimize=False)
     found: Digests = {("loss", ""): _digest(loss)}
+    for name, hook in hooks.items():
+        found["calls of", name] = str(hook.calls if hook.acted else hook.calls + hook.replays)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found["gradient", _patterns.canonical(name)] = _digest(parameter.grad)

@@ -283,6 +283,7 @@ def test_training_convention_leaves_evaluation_mode_alone():
         assert calls.of("layers.0", "layers.1") == [3, 3]
 
 
+@pytest.mark.filterwarnings("ignore:block .* changed a variable of an enclosing function:UserWarning")
 def test_is_replaying_tells_forward_from_replay():
     seen = []
 
@@ -631,6 +632,7 @@ def test_a_run_computes_each_block_again_once_per_level(nodes, expected):
     assert calls.of(*(f"layers.{i}.norm1" for i in range(4))) == expected
 
 
+@pytest.mark.filterwarnings("ignore:block .* changed a variable of an enclosing function:UserWarning")
 def test_no_tensor_of_a_replay_outlives_the_step():
     seen = []
 

@@ -102,6 +102,9 @@ def proof_document(proof: Proof) -> dict[str, Any]:
         "gradients": proof.gradients,
         "buffers": proof.buffers,
         "rng_states": proof.rng_states,
+        "hooks": proof.hooks,
+        "plain_peak_bytes": proof.plain_peak_bytes,
+        "planned_peak_bytes": proof.planned_peak_bytes,
         "differences": list(proof.differences),
     }
 

@@ -95,15 +95,23 @@ def proof_text(proof: Proof) -> RenderableType:
             (proof.gradients, "gradient"),
             (proof.buffers, "buffer"),
             (proof.rng_states, "RNG state"),
+            *([(proof.hooks, "hook")] if proof.hooks else []),
         )
     )
     if not proof.differences:
-        return Text.assemble(("Proof ", "bold"), (f"({proof.scope}): ", ""), counts, (": all bit-identical", "green"))
+        head = Text.assemble(("Proof ", "bold"), (f"({proof.scope}): ", ""), counts, (": all bit-identical", "green"))
+        return Group(head, _peaks(proof)) if proof.planned_peak_bytes is not None else head
     shown = [f"  {difference}" for difference in proof.differences[:_DIFFERENCES_SHOWN]]
     more = len(proof.differences) - len(shown)
     lines = [*shown, f"  and {more} more"] if more else shown
     head = Text.assemble(("Proof failed ", "bold red"), f"({proof.scope}): of {counts}, these differ")
     return Group(head, *lines)
+
+
+def _peaks(proof: Proof) -> RenderableType:
+    plain, planned = proof.plain_peak_bytes or 0, proof.planned_peak_bytes or 0
+    saved = f", {1 - planned / plain:.1%} less" if planned < plain else ""
+    return f"Peak as measured: {format_bytes(plain)} plain, {format_bytes(planned)} planned{saved}"
 
 
 def training_line(number: int, steps: int, taken: TrainedStep) -> RenderableType:

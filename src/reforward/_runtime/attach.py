@@ -29,7 +29,7 @@ from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import Outside, forwards, generator_places, value_at
+from reforward._runtime.reach import forwards, generator_places, value_at
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
@@ -130,15 +130,12 @@ class RegionForward(_Forward):
             return self.plain(*args, **kwargs)
         run = self._open_run(arguments.leaves)
         devices = accelerators(tensors)
-        outside = Outside(modules) if not self._learnt.seen else None
         call = self._new_call(parts, arguments, modules, devices, run)
         recording = run.recording if run is not None else Recording(self.node, start=self._start, devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
         with call.watched():
             result = recording.forward(call, args, kwargs, keeper, frame)
         call.seal()
-        if outside is not None:
-            self._warn_of_changes(outside)
         self._refuse_iterators(result)
         self._keep_open(recording, result)
         return result
@@ -160,15 +157,6 @@ class RegionForward(_Forward):
         previous = run.outputs() if run is not None else []
         check = self.attachment.check_of(self._learnt)
         return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)
-
-    def _warn_of_changes(self, outside: Outside) -> None:
-        if changed := outside.changed():
-            warnings.warn(
-                f"block {self.path!r} changes {', '.join(changed)} in its forward, which is out of reach: it will be"
-                " changed again when the block is computed again for backward; write `if not rf.is_replaying():` around"
-                " it",
-                stacklevel=4,
-            )
 
     def _refuse_iterators(self, result: Any) -> None:
         for leaf in _torch.flatten(result)[0]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from reforward._runtime.module_state import Learnt
 from reforward._runtime.parts import Parts, Ref
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+
+_NO_CONTEXT = nullcontext()
 
 
 class Arguments:
@@ -234,6 +237,24 @@ class Call:
         except BaseException:
             undo()
             raise
+
+    def watched_again(self) -> AbstractContextManager[Any]:
+        """To be put around a replay."""
+        return self._warned_of_changes() if self.check == "values" else _NO_CONTEXT
+
+    @contextmanager
+    def _warned_of_changes(self) -> Iterator[None]:
+        """Warns if something beyond the reach of the fence is changed."""
+        outside = self.fence.outside()
+        try:
+            yield
+        finally:
+            if changed := outside.changed():
+                warnings.warn(
+                    f"block {self.name!r} changed {', '.join(changed)} again when it was computed again for backward;"
+                    " write `if not rf.is_replaying():` around that, or keep the value in the block, which is put back",
+                    stacklevel=2,
+                )
 
     def entry_of(self, previous: list[Any]) -> list[Kept | None]:
         """What a recording that begins with this call keeps of the output of the call before: the leaves that it

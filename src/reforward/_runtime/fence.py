@@ -16,6 +16,7 @@ from reforward._runtime.ambient import Ambient
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import ModuleState
 from reforward._runtime.parts import Ref
+from reforward._runtime.reach import Outside
 from reforward._runtime.streams import OwnStream, RngState
 
 _NOTHING = nullcontext()
@@ -46,6 +47,10 @@ class Fence:
     def tensors(self) -> list[torch.Tensor]:
         """The parameters and buffers of the modules, as they are in place now."""
         return self._state.tensors
+
+    def outside(self) -> Outside:
+        """What the code of the modules refers to beside what is fenced."""
+        return Outside(self._state.modules)
 
     @property
     def needs_the_end(self) -> bool:

@@ -14,18 +14,29 @@ from typing import Any
 from torch import nn
 
 from reforward import _torch
+from reforward._runtime.depth import is_replaying
 
 _Table = dict[int, Any]
 
 
-class _Watched:
-    """Stands for a hook during the forward and sees what it does."""
+class Watched:
+    """Stands for a hook and sees what it does.
+
+    Attributes:
+        acted: whether it ever did more than look.
+        calls, replays: how often it was called, outside of replays and in them.
+    """
 
     def __init__(self, hook: Callable[..., Any]):
         self.hook = hook
         self.acted = False
+        self.calls = self.replays = 0
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if is_replaying():
+            self.replays += 1
+        else:
+            self.calls += 1
         before = _seen(module)
         result = self.hook(module, *given)
         if result is not None or _differs(before, _seen(module)):
@@ -63,7 +74,7 @@ class Hooks:
         self._tables = [
             (hooks, options, hooks.copy(), [o.copy() for o in options]) for hooks, options in tables if hooks
         ]
-        self._watched: list[dict[int, _Watched]] = []
+        self._watched: list[dict[int, Watched]] = []
 
     @classmethod
     def of(cls, modules: list[nn.Module]) -> Hooks | None:
@@ -73,14 +84,14 @@ class Hooks:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the forward: sees which hooks do more than look."""
-        self._watched = [{key: _Watched(hook) for key, hook in before.items()} for _, _, before, _ in self._tables]
+        self._watched = [{key: Watched(hook) for key, hook in before.items()} for _, _, before, _ in self._tables]
         for (hooks, *_), watched in zip(self._tables, self._watched, strict=True):
             hooks.update(watched)
         try:
             yield
         finally:  # hooks that the forward added or took away stay so
             for hooks, *_ in self._tables:
-                hooks.update((key, hook.hook) for key, hook in hooks.items() if isinstance(hook, _Watched))
+                hooks.update((key, hook.hook) for key, hook in hooks.items() if isinstance(hook, Watched))
 
     @property
     def act(self) -> bool:
@@ -109,3 +120,21 @@ class Hooks:
 def _refill(table: _Table, contents: _Table) -> None:
     table.clear()
     table.update(contents)
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[dict[str, Watched]]:
+    """Watches all forward hooks of a model's modules; by module path, kind and number."""
+    found: dict[str, Watched] = {}
+    tables = []
+    for path, module in model.named_modules():
+        for kind, (hooks, _) in zip(("pre-hook", "hook"), _torch.hook_tables(module), strict=True):
+            watched = {key: Watched(hook) for key, hook in hooks.items()}
+            hooks.update(watched)
+            tables.append((hooks, watched))
+            found.update((f"{kind} {i} of {path or 'the model'}", hook) for i, hook in enumerate(watched.values()))
+    try:
+        yield found
+    finally:
+        for hooks, watched in tables:
+            hooks.update((key, hook.hook) for key, hook in watched.items() if hooks.get(key) is hook)

@@ -1,7 +1,7 @@
 """What the code of a block refers to beside its modules and arguments: closures and globals.
 
 Generators among them are rewound for a replay, like those that modules and arguments hold. Other state that lives there
-is out of reach: when a block is seen to change it, a warning says so.
+is out of reach: when a replay is seen to change it again, a warning says so.
 """
 
 from __future__ import annotations

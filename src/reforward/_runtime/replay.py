@@ -295,7 +295,7 @@ class Recording:
                 index += 1
 
     def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
-        with call.contexts() if call.contexts is not None else _NO_CONTEXT:
+        with call.watched_again(), call.contexts() if call.contexts is not None else _NO_CONTEXT:
             if nested is not None:
                 return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next(), call.name), filler)
             args, kwargs, undo = call.begin_again(previous)
