@@ -349,7 +349,7 @@ class _Families(_torch.OwnFunctionMode):
         self._handle = handle
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        family = family_of(func)
+        family = family_of(func) if not torch.compiler.is_compiling() else None  # compiled code isn't looked into
         if family is None or not self._keeper.selects(family):
             return func(*args, **(kwargs or {}))
         return self._handle(family, func, args, kwargs or {})
@@ -377,17 +377,20 @@ def families_of() -> Iterator[set[str]]:
         yield found
 
 
-def _worth_keeping(func: Any, family: str, kwargs: dict[str, Any]) -> bool:
+def worth_keeping(func: Any, family: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that a call of the family becomes computes what takes longer than keeping it."""
     if func in _MOVES or kwargs.get("generator") is not None:  # drawing again moves that generator as it should
         return False
-    return family == "elementwise" or torch.Tag.pointwise not in func.tags or _draws(func)
+    return family == "elementwise" or torch.Tag.pointwise not in func.tags or draws(func)
 
 
-def _draws(func: Any) -> bool:
+def draws(func: Any) -> bool:
+    """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _is_in_place(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
+    """Whether an operation overwrites its first argument."""
     return func.__name__.split(".")[0].endswith("_") and not func.__name__.startswith("__")
 
 
@@ -419,13 +422,13 @@ class _KeepOps(TorchDispatchMode):
         saved_before = self._frame.saved
         result = func(*args, **kwargs)
         key = self._ordinals.next(func)
-        in_place = _is_in_place(func)
-        if _worth_keeping(func, self._family, kwargs) and (not in_place or _draws(func)):
+        in_place = is_in_place(func)
+        if worth_keeping(func, self._family, kwargs) and (not in_place or draws(func)):
             inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
             tensors = _torch.tensors_in(result)
             if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):
                 outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
-                rng = RngState.capture(accelerators(tensors), TORCH_PARTS) if _draws(func) else None
+                rng = RngState.capture(accelerators(tensors), TORCH_PARTS) if draws(func) else None
                 self._kept.ops[key] = _KeptOp(outputs, in_place, rng, saved_before)
         return result
 
@@ -443,7 +446,7 @@ class _AnswerOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._kept.ops.get(self._ordinals.next(func))
         if op is None:
-            if _is_in_place(func) and _torch.storage_key(args[0]) in self._answered:
+            if is_in_place(func) and _torch.storage_key(args[0]) in self._answered:
                 return args[0]  # the kept value has it already
             return func(*args, **(kwargs or {}))
         if op.rng is not None:
