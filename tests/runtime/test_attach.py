@@ -243,7 +243,7 @@ def test_a_refused_plan_leaves_the_one_that_is_on():
     assert runs(model) == [2, 1, 1]
 
 
-# Transforms and the compiler
+# Transforms
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
@@ -269,37 +269,3 @@ def test_transforms_of_torch_func_run_the_blocks_plainly(plan):
 
     expected, found = results(False), results(True)
     assert same.equal(expected, found)
-
-
-@pytest.mark.parametrize("plan", [rf.full(), rf.selective(save="*.up"), rf.segments(1)], ids=["full", "select", "run"])
-def test_compiles_without_a_graph_break(plan):
-    model = stack(2).eval()
-    x = torch.randn(4, 8)
-    model(x).square().sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    rf.attach(model, plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        torch.compile(model, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
-    torch.compiler.reset()
-    for gradient, parameter in zip(expected, model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_a_compiled_region_is_recomputed():
-    """The compiler is given torch's own region, so the compiled forward saves less."""
-
-    def saved(attached):
-        model = stack(2).eval()
-        if attached:
-            rf.attach(model, rf.full())
-        sizes = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-                torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(64, 8))
-        torch.compiler.reset()
-        return sum(sizes)
-
-    assert saved(True) < 0.6 * saved(False)

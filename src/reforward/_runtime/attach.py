@@ -8,6 +8,7 @@ deletes the attribute.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _patterns, _torch
 from reforward._blocks import modules_by_path
@@ -168,10 +168,12 @@ class RegionForward(_Forward):
                 )
 
     def _in_compiler(self, *args: Any, **kwargs: Any) -> Any:
-        """Under torch.compile a recomputed block is torch's own region, which the compiler knows; runs are plain."""
-        if self.attachment.active and isinstance(self.node, Region):
-            return torch_checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
-        return self.plain(*args, **kwargs)
+        from reforward._runtime import compiled  # loads the compiler, which takes seconds
+
+        attachment = self.attachment
+        if not attachment.active or (attachment.plan.when == "training" and not self.module.training):
+            return self.plain(*args, **kwargs)
+        return compiled.block(self.plain, self.node, attachment.check, self.path, args, kwargs, eager=self)
 
     def _applies(self) -> bool:
         if not (self.attachment.active and torch.is_grad_enabled()) or _torch.in_transform():
@@ -239,7 +241,8 @@ def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
 
     Raises:
         PatternError, PlanError: names that the model doesn't have, or a plan for another model.
-        AttachError: the model is on the meta device, or something else has replaced a block's forward.
+        AttachError: the model is on the meta device, something else has replaced a block's forward, or a block is
+            compiled and the plan asks for what compiled code can't do.
     """
     if check not in get_args(When):
         raise InputError(f"check must be one of {', '.join(map(repr, get_args(When)))}, not {check!r}")
@@ -247,6 +250,10 @@ def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
     by_path = modules_by_path(model)
     forwards = _targets(plan, by_path)
     _check_attachable(model, {path: by_path[path] for path in forwards})
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+        from reforward._runtime import compiled
+
+        compiled.check_compiled(model, plan, check)
     detach(model)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from reforward import _torch
 from reforward._errors import InputError, ReplayMismatchError
@@ -66,9 +65,10 @@ def checkpoint(
     del use_reentrant, preserve_rng_state
     if determinism_check not in ("default", "none"):
         raise InputError(f"determinism_check must be 'default' or 'none', not {determinism_check!r}")
-    _check_policy(policy)
     if torch.compiler.is_compiling():
-        return _in_compiler(policy, context_fn, function, *args, **kwargs)
+        options = {"determinism_check": determinism_check, "debug": debug, "early_stop": early_stop}
+        return _in_compiler(function, policy, args, kwargs, context_fn, options)
+    _check_policy(policy)
     in_forward, in_replay = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     frame = current_frame()
     if (
@@ -116,18 +116,20 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _in_compiler(
-    policy: Policy,
-    context_fn: Callable[[], Contexts] | None,
     function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    policy: Policy,
+    args: Any,
+    kwargs: Any,
+    context_fn: Callable[[], Contexts] | None,
+    options: dict[str, Any],
 ) -> Any:
-    """Under torch.compile the call becomes torch's own region, which the compiler knows."""
+    from reforward._runtime import compiled  # loads the compiler, which takes seconds
+
     if isinstance(policy, Save):
         return function(*args, **kwargs)
-    if context_fn is not None:
-        kwargs["context_fn"] = context_fn
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    eager = functools.partial(checkpoint, function, policy=policy, context_fn=context_fn, **options)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return compiled.region(function, policy, name, args, kwargs, eager, context_fn)
 
 
 class _OpNames(_torch.TorchDispatchMode):
