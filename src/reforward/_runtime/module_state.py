@@ -55,11 +55,15 @@ class _HeldTensor:
         key: names it among the tensors of the block.
         home: the dict in which the module keeps it; None if it lies deeper.
         copy: its value before; None if it isn't copied.
+        expected: whether it will be written, as far as is known; a dry run, which has no values, goes by that.
     """
 
-    __slots__ = ("copy", "home", "key", "name", "tensor", "version")
+    __slots__ = ("copy", "expected", "home", "key", "name", "tensor", "version")
 
-    def __init__(self, home: dict[str, Any] | None, key: tuple[Any, ...], tensor: torch.Tensor, *, known: bool):
+    def __init__(
+        self, home: dict[str, Any] | None, key: tuple[Any, ...], tensor: torch.Tensor, *, known: bool, expected: bool
+    ):
+        self.expected = expected
         self.home = home
         self.key = key
         self.name = key[1]
@@ -72,7 +76,9 @@ class _HeldTensor:
         """Whether it was written. Batch norm's kernel writes its running statistics without counting it as a write."""
         if _torch.version(self.tensor) != self.version:
             return True
-        return self.copy is not None and not _torch.in_fake_mode() and not _same_values(self.tensor, self.copy)
+        if self.copy is None:
+            return False
+        return self.expected if _torch.in_fake_mode() else not _same_values(self.tensor, self.copy)
 
     def shown(self) -> torch.Tensor:
         """What a replay finds in its place: a copy that it may write, if the forward wrote it.
@@ -147,8 +153,10 @@ class ModuleState:
     def _hold(
         self, home: dict[str, Any] | None, key: tuple[Any, ...], tensor: torch.Tensor, module: nn.Module
     ) -> _HeldTensor:
-        known = (key[0], module.training) in self._learnt.seen and key not in self._learnt.written
-        return _HeldTensor(home, key, tensor, known=known)
+        written = key in self._learnt.written
+        known = (key[0], module.training) in self._learnt.seen and not written
+        keeps_statistics = module.training and getattr(module, "track_running_stats", False) is True
+        return _HeldTensor(home, key, tensor, known=known, expected=written or keeps_statistics)
 
     def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, module: nn.Module) -> None:
         if isinstance(value, torch.Tensor):

@@ -217,7 +217,8 @@ class Recording:
         recorder.note_overwritten()
         if keeper is not None:
             keeper.drop_unneeded(len(made.slots))
-        if sink is None and (call.check == "values" or call.learnt.uses_contexts):
+        replayed_whole = sink is None and not (keeper is not None and keeper.keeps_modules)
+        if replayed_whole and (call.check == "values" or call.learnt.uses_contexts):
             contexts = Contexts(call.name, result, start, call.held_storages(), self.replay)
             if contexts.take_something:
                 made.contexts, call.learnt.uses_contexts = contexts, True
