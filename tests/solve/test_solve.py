@@ -17,7 +17,7 @@ from reforward import _errors as errors
 from reforward._plan import Plan, Region, Run
 from reforward._policy import Recompute, Save
 from reforward._profile_type import Event, Profile
-from reforward._solve import Allow, Peak, Planner, Timeline, explain_peak, find, frontier, simulate, solve
+from reforward._solve import Allow, Peak, Planner, Timeline, explain_peak, find, frontier, options, simulate, solve
 
 SINGLES = Allow(runs=False)
 TWO_LEVELS = Allow(depth=2)
@@ -141,6 +141,22 @@ def test_hundred_equal_blocks_are_proven_optimal():
         solution = planner.find(int(share * planner.plain.peak_bytes))
         assert solution.status == "optimal"
         assert solution.gap <= 1e-6
+
+
+def test_equal_intervals_are_searched_once(monkeypatch):
+    searched = []
+    whole = options.run_forward
+    monkeypatch.setattr(options, "run_forward", lambda costs: searched.append(len(costs)) or whole(costs))
+    Planner(decoder(60))
+    assert len(searched) <= Allow().depth * len(set(searched))
+
+
+def test_running_out_of_time_leaves_a_plan_and_what_is_proven():
+    planner = Planner(uneven(60))
+    low = simulate(planner.profile, Plan(nodes=())).peak_bytes // 6
+    solution = planner.find(low, limit_seconds=0.0)
+    assert solution.timeline.peak_bytes <= low
+    assert solution.status in ("time limit", "optimal")
 
 
 def test_frontier_trades_time_for_memory():

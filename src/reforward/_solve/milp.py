@@ -17,6 +17,7 @@ Regime: optimal over the candidates offered, for any trace. Hundreds of blocks, 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from reforward._solve.stretches import Job, gather
 _LIVE_RANGE = 1000.0  # bytes are scaled so that the budget is about this, for HiGHS's absolute tolerances
 _COST_RANGE = 1000.0  # as the plain step's cost
 _GAP = 1e-6  # of the plain step's cost: what counts as proven
-_PEAK_GAP = 1e-6  # of scaled bytes: the same, where peaks are minimised; one part in 10⁹ of the budget
+_PEAK_GAP = 1e-4  # of scaled bytes: the same, where peaks are minimised; one part in 10⁷ of the budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,13 @@ class Choice:
 
 
 def choose(
-    pools: Pools, candidates: Sequence[Candidate], budget_bytes: int, *, limit_seconds: float, shrink: bool = False
+    pools: Pools,
+    candidates: Sequence[Candidate],
+    budget_bytes: int,
+    *,
+    limit_seconds: float,
+    known: Sequence[Candidate] = (),
+    shrink: bool = False,
 ) -> Choice:
     """The best cover of the blocks by candidates.
 
@@ -64,13 +71,14 @@ def choose(
         candidates: what may be chosen from; must cover every block of every chain.
         budget_bytes: no event may go above.
         limit_seconds: after that the best plan so far is taken, if there is one.
+        known: a plan to begin with, if one is known; it needn't be made of the candidates, or fit.
         shrink: minimise the peak first, seconds only among equal peaks; otherwise minimise seconds.
     """
     began = time.perf_counter()
     program = _Program(pools, candidates, budget_bytes, shrink)
     room = budget_bytes
     while True:
-        status, chosen, gap = program.solve(room, limit_seconds - (time.perf_counter() - began))
+        status, chosen, gap = program.solve(room, limit_seconds - (time.perf_counter() - began), known)
         if chosen is None:
             return Choice(candidates=None, timeline=None, status=status, gap=gap, seconds=time.perf_counter() - began)
         timeline = run_placements(pools.trace, [p for one in chosen for p in placements(pools, one)])
@@ -110,10 +118,13 @@ class _Program:
         self._account(rows)
         rows.pass_to(self._highs)
 
-    def solve(self, room_bytes: int, limit_seconds: float) -> tuple[str, tuple[Candidate, ...] | None, float]:
+    def solve(
+        self, room_bytes: int, limit_seconds: float, known: Sequence[Candidate]
+    ) -> tuple[str, tuple[Candidate, ...] | None, float]:
         """Status, what is chosen (None if nothing fits) and the relative gap."""
         highs = self._highs
         highs.changeColBounds(self._peak, 0.0, room_bytes / self._unit)
+        self._begin_with(known)
         highs.setOptionValue("time_limit", max(limit_seconds, 0.1) + highs.getRunTime())
         highs.run()
         status = highs.modelStatusToString(highs.getModelStatus()).lower()
@@ -128,6 +139,25 @@ class _Program:
         chosen.sort(key=lambda one: self._pools.chains[one.chain].calls[one.start])
         gap = abs(info.objective_function_value - info.mip_dual_bound) / _COST_RANGE
         return status, tuple(chosen), gap
+
+    def _begin_with(self, known: Sequence[Candidate]) -> None:
+        """Begins with a plan, unless it isn't made of the candidates. Whether it fits is left to HiGHS."""
+        placed = {candidate: column for column, candidate in enumerate(self._placed)}
+        found = Counter(placed.get(one, self._counted_column(one)) for one in known)
+        if not found or None in found:
+            return
+        counted = zip(self._counted, self._stretches, strict=False)
+        columns = [*range(len(placed)), *(int(first) + i for first, s in counted for i in range(len(s.shapes)))]
+        values = np.array([found[column] for column in columns], dtype=np.float64)
+        self._highs.setSolution(len(columns), np.array(columns, dtype=np.int32), values)
+
+    def _counted_column(self, one: Candidate) -> int | None:
+        """Where the candidate's shape is counted, if it lies in a stretch."""
+        for stretch, first in zip(self._stretches, self._counted, strict=False):
+            inside = stretch.chain == one.chain and stretch.start <= one.start and one.stop <= stretch.stop
+            if inside and one.shape in stretch.shapes:
+                return int(first) + stretch.shapes.index(one.shape)
+        return None
 
     def _add_columns(self, shrink: bool) -> None:
         weights = self._pools.weights

@@ -7,7 +7,7 @@ rest; a member is one block under an option, or a shorter run. Without the limit
 nested runs, and for equal blocks the recursion of Griewank & Walther's `revolve` (2000), with several options per
 block and real costs.
 
-Regime: chains of any kind; equal intervals are searched once, so 100 equal blocks take a fraction of a second.
+Regime: chains of any kind; equal intervals are searched once, so 1,000 equal blocks take seconds.
 Shortfalls: each interval keeps a limited number of ways, spread over the whole range; runs have a limited set of
 lengths and depth; all-different blocks get shorter runs. Gaps between the blocks of an interval are left out of the
 comparison of its ways (the program in `milp.py` counts them). A plan is therefore optimal over these candidates.
@@ -81,14 +81,26 @@ class Way:
     Attributes:
         peak_bytes: highest live bytes, relative to the begin of the interval's (re)run.
         cost: weighed seconds and operations, without those of the blocks' first forward, which all ways have.
-        shapes: the members, in order.
+        first: the first member; None if there is none.
+        rest: the way for what follows it.
         depth: how many runs lie inside each other in it.
     """
 
     peak_bytes: int
     cost: float
-    shapes: tuple[Shape, ...] = ()
+    first: Shape | None = None
+    rest: Way | None = None
     depth: int = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The members, in order."""
+        found: list[Shape] = []
+        way: Way | None = self
+        while way is not None and way.first is not None:
+            found.append(way.first)
+            way = way.rest
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +202,8 @@ class Contents:
         self._allow = allow
         self._options = [useful_options(cost, allow) for cost in chain.costs]
         self._ways: dict[tuple[int, ...], list[Way]] = {}
+        self._starts: dict[tuple[int, ...], list[int]] = {}
+        self._found_heads: dict[tuple[tuple[int, ...], int], list[_Head]] = {}
         self.lengths = self._run_lengths()
         for length in range(1, max(self.lengths, default=0) + 1):
             for start in range(len(chain) - length + 1):
@@ -204,6 +218,13 @@ class Contents:
     def singles(self, start: int) -> list[int]:
         """The options of one block that are worth a thought."""
         return self._options[start]
+
+    def alike(self, start: int, length: int) -> list[int]:
+        """Where the kinds of these blocks follow each other, too."""
+        kinds, keys = self.chain.keys[start : start + length], self.chain.keys
+        if kinds not in self._starts:
+            self._starts[kinds] = [at for at in range(len(keys) - length + 1) if keys[at : at + length] == kinds]
+        return self._starts[kinds]
 
     def whole(self, between: Way, left_bytes: int) -> list[Way]:
         """The undominated ways through the whole chain.
@@ -221,7 +242,7 @@ class Contents:
                 for head in self._heads(start, length, self._allow.depth)
             ]
             left = tails[start + 1].left_bytes + _net(self.chain.costs[start])
-            tails[start] = _Tail.of(_thin(_combine(pairs), _WAYS_PER_CHAIN), left)
+            tails[start] = _Tail.of(_combine(pairs, _WAYS_PER_CHAIN), left)
         return list(tails[0].ways)
 
     def _run_lengths(self) -> tuple[int, ...]:
@@ -244,7 +265,7 @@ class Contents:
         if length == 1:
             dropped = Way(peak_bytes=0, cost=0.0)
             pairs = [(head, _Tail.of([dropped], -last.output_bytes)) for head in self._heads(start, 1, 0)]
-            return _thin(_combine(pairs), _WAYS_PER_INTERVAL)
+            return _combine(pairs, _WAYS_PER_INTERVAL)
         pairs: list[tuple[_Head, _Tail]] = []
         left = -last.output_bytes
         tails = {}
@@ -255,9 +276,15 @@ class Contents:
             if first < length:
                 heads = self._heads(start, first, self._allow.depth - 1)
                 pairs += [(head, tails[length - first]) for head in heads]
-        return _thin(_combine(pairs), _WAYS_PER_INTERVAL)
+        return _combine(pairs, _WAYS_PER_INTERVAL)
 
     def _heads(self, start: int, length: int, depth: int) -> list[_Head]:
+        key = self.chain.keys[start : start + length], depth
+        if key not in self._found_heads:
+            self._found_heads[key] = self._make_heads(start, length, depth)
+        return self._found_heads[key]
+
+    def _make_heads(self, start: int, length: int, depth: int) -> list[_Head]:
         costs = self.chain.costs[start : start + length]
         if length == 1:
             return [self._single(costs[0], index) for index in self._options[start]]
@@ -342,36 +369,41 @@ def _arrays(ways: Sequence[Way]) -> dict[str, np.ndarray]:
     }
 
 
-def _combine(pairs: Sequence[tuple[_Head, _Tail]]) -> list[Way]:
-    """Every head before its tail, without those that another beats in both bytes and cost."""
+def _combine(pairs: Sequence[tuple[_Head, _Tail]], most: int) -> list[Way]:
+    """Every head before its tail, without those that another beats in both bytes and cost: at most so many, both ends
+    included, evenly spread in between."""
     grids = [head.before(tail) for head, tail in pairs]
     peaks = np.concatenate([peak.ravel() for peak, _ in grids])
     costs = np.concatenate([cost.ravel() for _, cost in grids])
-    ends = np.cumsum([peak.size for peak, _ in grids])
-    order = np.lexsort((peaks, costs))
+    worth = np.flatnonzero(np.concatenate([_falls(peak).ravel() for peak, _ in grids]))
+    order = worth[np.lexsort((peaks[worth], costs[worth]))]
     lowest = np.minimum.accumulate(peaks[order])
     kept = order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
+    if len(kept) > most:
+        kept = kept[np.rint(np.arange(most) * (len(kept) - 1) / (most - 1)).astype(int)]
+    ends = np.cumsum([peak.size for peak, _ in grids])
     ways = []
-    for flat in kept.tolist():
-        grid = int(np.searchsorted(ends, flat, side="right"))
+    for flat, grid in zip(kept.tolist(), np.searchsorted(ends, kept, side="right").tolist(), strict=True):
         head, tail = pairs[grid]
         row, column = divmod(flat - int(ends[grid]) + grids[grid][0].size, len(tail.ways))
         ways.append(
             Way(
                 peak_bytes=int(peaks[flat]),
                 cost=float(costs[flat]),
-                shapes=(head.members[row], *tail.ways[column].shapes),
+                first=head.members[row],
+                rest=tail.ways[column],
                 depth=max(head.ways[row].depth, tail.ways[column].depth),
             )
         )
     return ways
 
 
-def _thin(ways: list[Way], count: int) -> list[Way]:
-    """At most `count` ways, both ends included, evenly spread in between."""
-    if len(ways) <= count:
-        return ways
-    return [ways[round(index * (len(ways) - 1) / (count - 1))] for index in range(count)]
+def _falls(peaks: np.ndarray) -> np.ndarray:
+    """Where a grid of peaks, whose costs rise along both axes, is lower than at the place before on either axis."""
+    falls = np.ones(peaks.shape, dtype=bool)
+    falls[1:] &= peaks[1:] < peaks[:-1]
+    falls[:, 1:] &= peaks[:, 1:] < peaks[:, :-1]
+    return falls
 
 
 def _net(cost: CallCost) -> int:

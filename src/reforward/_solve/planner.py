@@ -62,7 +62,7 @@ class Planner:
         """The plan with the smallest peak over the candidates."""
         guess = self.pools.guess(0)
         peak = self._simulate(guess).peak_bytes
-        choice = choose(self.pools, self.pools.pick(0), peak, limit_seconds=LIMIT_SECONDS, shrink=True)
+        choice = choose(self.pools, self.pools.pick(0), peak, limit_seconds=LIMIT_SECONDS, known=guess, shrink=True)
         return self._solution(guess if choice.candidates is None else choice.candidates, choice, None)
 
     def find(self, budget_bytes: int, limit_seconds: float = LIMIT_SECONDS) -> Solution:
@@ -75,9 +75,12 @@ class Planner:
         Raises:
             BudgetError: there is none.
         """
-        choice = choose(self.pools, self.pools.pick(budget_bytes), budget_bytes, limit_seconds=limit_seconds)
-        # The guess can be faster where the program ran out of time, or left out runs that leave a counted stretch.
-        known = [one for one in (choice.candidates, self.pools.guess(budget_bytes)) if one is not None]
+        guess = self.pools.guess(budget_bytes)
+        choice = choose(
+            self.pools, self.pools.pick(budget_bytes), budget_bytes, limit_seconds=limit_seconds, known=guess
+        )
+        # The guess can be faster where the program left out runs that leave a counted stretch.
+        known = [one for one in (choice.candidates, guess) if one is not None]
         fitting = [one for one in known if self._simulate(one).peak_bytes <= budget_bytes]
         if fitting:
             return self._solution(min(fitting, key=self._cost), choice, budget_bytes)

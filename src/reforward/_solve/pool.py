@@ -9,7 +9,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reforward._profile_type import Profile
 from reforward._solve.options import Allow, Contents, Way, Weights, chains
@@ -79,7 +79,7 @@ class Pools:
         between = self._others(mine, range(trace.forward[mine[-1]] + 1, trace.backward[mine[-1]]))
         ways = contents.whole(Way(peak_bytes=between.peak_bytes, cost=0.0), between.delta_bytes)
         live = trace.profile.static_bytes + before.delta_bytes
-        return [Way(peak_bytes=live + way.peak_bytes, cost=way.cost, shapes=way.shapes) for way in ways]
+        return [replace(way, peak_bytes=live + way.peak_bytes) for way in ways]
 
     def _others(self, mine: Sequence[int], events: Iterable[int]) -> Effect:
         total = Effect()
@@ -103,21 +103,15 @@ def _starts(way: Way) -> list[tuple[int, Shape]]:
 
 def _offers(contents: Contents, index: int, start: int, shape: tuple[Shape, ...]) -> list[Candidate]:
     """The run, and those one block shorter and longer with the nearest peak, wherever kinds of blocks agree."""
-    keys, length = contents.chain.keys, width(shape)
-    offers = _everywhere(keys, index, start, shape)
+    length = width(shape)
+    offers = _everywhere(contents, index, start, shape)
     own = next((way.peak_bytes for way in contents.runs(start, length) if way.shapes == shape), None)
     for near in (length - 1, length + 1):
-        if own is not None and near in contents.lengths and start + near <= len(keys):
+        if own is not None and near in contents.lengths and start + near <= len(contents.chain):
             way = min(contents.runs(start, near), key=lambda way: abs(way.peak_bytes - own))
-            offers += _everywhere(keys, index, start, way.shapes)
+            offers += _everywhere(contents, index, start, way.shapes)
     return offers
 
 
-def _everywhere(keys: tuple[int, ...], index: int, start: int, shape: Shape) -> list[Candidate]:
-    length = width(shape)
-    kinds = keys[start : start + length]
-    return [
-        Candidate(chain=index, start=at, shape=shape)
-        for at in range(len(keys) - length + 1)
-        if keys[at : at + length] == kinds
-    ]
+def _everywhere(contents: Contents, index: int, start: int, shape: Shape) -> list[Candidate]:
+    return [Candidate(chain=index, start=at, shape=shape) for at in contents.alike(start, width(shape))]

@@ -60,6 +60,10 @@ class Stretch:
     shapes: tuple[Shape, ...]
     jobs: tuple[tuple[Job, ...], ...]
 
+    def meets(self, one: Candidate) -> bool:
+        """Whether a candidate covers one of the blocks."""
+        return one.chain == self.chain and one.start < self.stop and self.start < one.stop
+
     def lay_out(self, counts: Sequence[int]) -> list[Candidate]:
         """The shapes, each as often as counted, placed in order."""
         placed, start = [], self.start
@@ -78,9 +82,7 @@ def gather(pools: Pools, candidates: Sequence[Candidate]) -> tuple[list[Stretch]
         for start, stop in _equal(chain)
         if (stretch := _stretch(pools.trace, index, chain, start, stop, candidates)) is not None
     ]
-    taken = {(s.chain, block) for s in stretches for block in range(s.start, s.stop)}
-    rest = [one for one in candidates if not any((one.chain, block) in taken for block in range(one.start, one.stop))]
-    return stretches, rest
+    return stretches, [one for one in candidates if not any(stretch.meets(one) for stretch in stretches)]
 
 
 def _equal(chain: Chain) -> list[tuple[int, int]]:
