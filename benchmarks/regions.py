@@ -81,6 +81,8 @@ def contenders(stack: Stack) -> dict[str, Run]:
         "plain": run(lambda model: None),
         "torch checkpoint": run(called(of_torch)),
         "rf.full()": run(lambda model: rf.attach(model, rf.full())),
+        "rf.full(), check='off'": run(lambda model: rf.attach(model, rf.full(), check="off")),
+        "rf.full(), check='always'": run(lambda model: rf.attach(model, rf.full(), check="always")),
         "rf.checkpoint": run(called(of_ours)),
         "rf.segments(8)": run(lambda model: rf.attach(model, rf.segments(8))),
         "rf.segments(8, nested=4)": run(lambda model: rf.attach(model, rf.segments(8, nested=4))),

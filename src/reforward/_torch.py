@@ -5,6 +5,7 @@ Everything here was checked on torch 2.13.0.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,6 +65,10 @@ def version(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor
         return 0
+
+
+#: `version` of a tensor that autograd saves, which an inference tensor can't be. In C, since it is asked often.
+version_of_saved: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,8 @@ class ModuleState:
                 if buffer is not None:
                     self._held.append(self._hold(buffers, (index, key), buffer, module))
         for key in attributes.keys() - _MODULE_ATTRIBUTES:
-            if type(value := attributes[key]) not in IMMUTABLE:
+            kind = type(value := attributes[key])
+            if kind not in IMMUTABLE and not (kind is tuple and IMMUTABLE.issuperset(map(type, value))):
                 self._add_attribute(attributes, (index, key), value, module)
         if isinstance(module, torch.jit.ScriptModule):
             self._scripted += self._held[first:]

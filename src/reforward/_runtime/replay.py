@@ -90,7 +90,7 @@ class Holder:
     def fill(self, value: torch.Tensor) -> None:
         """Takes the tensor, which must be cut off from any graph."""
         self.value = value
-        self._version = _torch.version(value)
+        self._version = _torch.version_of_saved(value)
 
     def get(self) -> torch.Tensor:
         """The tensor; computed again now if it isn't there.
@@ -112,7 +112,7 @@ class Holder:
                 " must do the same when it runs again: look for state that it changes, or leave this block out of the"
                 " plan"
             )
-        if self.overwritten or _torch.version(value) != self._version:
+        if self.overwritten or _torch.version_of_saved(value) != self._version:
             raise MutationError(
                 f"block {self._name!r}: a tensor of shape {tuple(value.shape)} ({value.dtype}) needed for backward was"
                 " changed by an in-place operation after it was saved; write the operation out of place, or move it"
@@ -412,6 +412,7 @@ class Recorder(_Frame):
         # Of each holder, the version that its tensor had when it was saved, while the block isn't proven.
         self._versions: list[tuple[weakref.ref[Holder], torch.Tensor, int]] = []
         self._watches = call.check == "values" and not _torch.in_fake_mode()
+        self._compares_discrete = call.check == "discrete"
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:
@@ -419,7 +420,8 @@ class Recorder(_Frame):
         else:
             holder = Holder(self.call.name, self._recording)
             reference = weakref.ref(holder)
-            mark = fingerprint(tensor) if is_compared(tensor, self.call.check) else None
+            compared = self._watches or (self._compares_discrete and not tensor.is_floating_point())
+            mark = fingerprint(tensor) if compared and is_compared(tensor, self.call.check) else None
             self._slots.append(_Slot(reference, tensor.shape, tensor.dtype, mark))
             if self._watches:
                 self._versions.append((reference, _torch.counter_of(tensor), _torch.version(tensor)))
