@@ -28,7 +28,7 @@ from reforward._runtime.fence import Fence
 from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
-from reforward._runtime.parts import Parts
+from reforward._runtime.parts import Parts, leaves_in
 from reforward._runtime.reach import forwards, generator_places, value_at
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
@@ -159,7 +159,7 @@ class RegionForward(_Forward):
         return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)
 
     def _refuse_iterators(self, result: Any) -> None:
-        for leaf in _torch.flatten(result)[0]:
+        for leaf in leaves_in(result):
             if hasattr(type(leaf), "__next__"):
                 raise ReplayError(
                     f"block {self.path!r} ({type(self.module).__name__}) returns an iterator ({type(leaf).__name__}),"
@@ -193,7 +193,7 @@ class RegionForward(_Forward):
     def _keep_open(self, recording: Recording, result: Any) -> None:
         next_leaf = recording.start + recording.count
         if isinstance(self.node, Run) and next_leaf < self._size:
-            self.attachment.chains.add(OpenRun(recording, next_leaf, _torch.flatten(result)[0]))
+            self.attachment.chains.add(OpenRun(recording, next_leaf, leaves_in(result)))
 
     def _warn_of_broken_chain(self) -> None:
         if self.path not in self.attachment.warned:

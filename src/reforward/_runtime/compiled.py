@@ -36,6 +36,7 @@ from reforward._runtime.selective import draws, is_in_place, worth_keeping
 
 _KEEP, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 _Operation = type(torch.ops.aten.add.Tensor)
+_SILENT_VIEW = torch.ops.aten._unsafe_view.default  # a view that doesn't say so; `reshape` ends with it
 
 
 # What is called while the compiler traces
@@ -240,8 +241,9 @@ class _Choice:
 
 
 def _computes(operation: Any, family: str, kwargs: dict[str, Any]) -> bool:
-    in_place = is_in_place(operation) and not draws(operation)
-    return not in_place and not operation.is_view and worth_keeping(operation, family, kwargs)
+    if operation.is_view or operation is _SILENT_VIEW or (is_in_place(operation) and not draws(operation)):
+        return False
+    return worth_keeping(operation, family, kwargs)
 
 
 def _function_called() -> str:

@@ -15,7 +15,7 @@ import torch
 
 from reforward import _torch
 from reforward._errors import ReplayMismatchError
-from reforward._runtime.parts import IMMUTABLE, Parts
+from reforward._runtime.parts import IMMUTABLE, Parts, leaves_in
 
 
 class _Taken:
@@ -100,7 +100,7 @@ class _Before:
 def _nodes_made(result: Any, start: int) -> Iterator[Any]:
     """The nodes of custom functions that were made from a position on and lead to a result, in the order of making."""
     found: dict[Any, None] = {}
-    queue = [tensor.grad_fn for tensor in _torch.tensors_in(result)]
+    queue = [leaf.grad_fn for leaf in leaves_in(result) if isinstance(leaf, torch.Tensor)]
     seen = set[Any]()
     while queue:
         node = queue.pop()

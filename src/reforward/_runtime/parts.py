@@ -316,3 +316,12 @@ class Parts:
         made[ref] = value = node.kind.make(node.cls, [], node.context)
         node.kind.fill(value, [self.rebuild(child, leaves, made) for child in node.children], node.context)
         return value
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """What a value holds that isn't taken apart further, each once, in a fixed order."""
+    if type(value) is torch.Tensor:
+        return [value]
+    parts = Parts()
+    parts.take(value)
+    return parts.leaves

@@ -33,6 +33,7 @@ from reforward._runtime.call import Call, Kept
 from reforward._runtime.contexts import Contexts
 from reforward._runtime.depth import depth
 from reforward._runtime.fingerprint import Print, fingerprint, is_compared
+from reforward._runtime.parts import leaves_in
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import RngState
 
@@ -292,7 +293,7 @@ class Recording:
                     made.contexts.fill(result, start)
                 if index == stop[0]:
                     return
-                previous = _torch.flatten(result)[0]
+                previous = leaves_in(result)
                 index += 1
 
     def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
