@@ -29,7 +29,6 @@ from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts, leaves_in
-from reforward._runtime.reach import forwards, generator_places, value_at
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
@@ -150,10 +149,7 @@ class RegionForward(_Forward):
     ) -> Call:
         hooks = Hooks.of(modules[1:])
         state = ModuleState(self.path, modules, self._learnt, parts)
-        if self._learnt.generators is None:
-            self._learnt.generators = generator_places(forwards(state.modules))
-        reached = [*arguments.leaves, *map(value_at, self._learnt.generators)]
-        fence = Fence(state, devices, reached, hooks)
+        fence = Fence(state, devices, arguments.leaves, hooks, self._learnt)
         previous = run.outputs() if run is not None else []
         check = self.attachment.check_of(self._learnt)
         return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)

@@ -251,7 +251,7 @@ class Call:
         finally:
             if changed := outside.changed():
                 warnings.warn(
-                    f"block {self.name!r} changed {', '.join(changed)} again when it was computed again for backward;"
+                    f"block {self.name!r} changed {', '.join(changed)} when it was computed again for backward;"
                     " write `if not rf.is_replaying():` around that, or keep the value in the block, which is put back",
                     stacklevel=2,
                 )

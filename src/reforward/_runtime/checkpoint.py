@@ -20,7 +20,7 @@ from reforward._runtime.fence import Fence
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import generator_places, value_at
+from reforward._runtime.reach import function_places, generator_places
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
@@ -87,8 +87,10 @@ def checkpoint(
     name = getattr(function, "__qualname__", type(function).__name__)
     record = _Record(in_forward, in_replay) if debug else None
     learnt = Learnt()
+    learnt.places = function_places(function)
+    learnt.generators = generator_places(learnt.places)
     state = ModuleState(name, modules, learnt, parts)
-    fence = Fence(state, devices, [*given, *map(value_at, generator_places([function]))], Hooks.of(state.modules))
+    fence = Fence(state, devices, given, Hooks.of(state.modules), learnt)
     call = Call(
         name,
         function,

@@ -166,7 +166,17 @@ def _refusal(path: str, problem: str) -> AttachError:
 
 
 def _contexts(families: str) -> Any:
-    """The contexts of a region's forward and replay, made when its operations are about to enter the graph."""
+    """The contexts of a region's forward and replay, made when its operations are about to enter the graph.
+
+    Raises:
+        AttachError: the region doesn't enter a graph, but is really called.
+    """
+    if not torch.compiler.is_compiling():
+        raise AttachError(
+            "the backend of torch.compile runs regions as they are, without AOTAutograd (backend='eager' does), where"
+            " they would draw other random numbers when they are computed again; use backend='aot_eager' or 'inductor',"
+            " or suspend the plan (rf.suspended)"
+        )
     mode = get_proxy_mode()
     graph = mode.tracer.graph if mode is not None else None
     if graph is not None:

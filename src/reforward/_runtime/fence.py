@@ -14,9 +14,9 @@ import torch
 
 from reforward._runtime.ambient import Ambient
 from reforward._runtime.hooks import Hooks
-from reforward._runtime.module_state import ModuleState
+from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Ref
-from reforward._runtime.reach import Outside
+from reforward._runtime.reach import Outside, generator_places, places_of, value_at
 from reforward._runtime.streams import OwnStream, RngState
 
 _NOTHING = nullcontext()
@@ -28,20 +28,36 @@ class Fence:
     Args:
         state: of the call's modules.
         devices: accelerators that the call may draw random numbers on.
-        reached: leaves of the call's arguments and what its code refers to; generators among them are rewound as well.
+        given: leaves of the call's arguments; generators among them are rewound as well.
         hooks: those inside the call, if there are any.
+        learnt: of earlier calls: which places outside of modules and arguments count.
     """
 
-    __slots__ = ("_ambient", "_hooks", "_rng", "_state", "_streams")
+    __slots__ = ("_ambient", "_hooks", "_learnt", "_outside", "_rng", "_state", "_streams")
 
     def __init__(
-        self, state: ModuleState, devices: tuple[torch.device, ...], reached: Iterable[Any], hooks: Hooks | None = None
+        self,
+        state: ModuleState,
+        devices: tuple[torch.device, ...],
+        given: Iterable[Any],
+        hooks: Hooks | None,
+        learnt: Learnt,
     ):
+        self._state = state
+        self._learnt = learnt
+        self._outside = self._look_outside(learnt)
+        reached = [*given, *map(value_at, learnt.generators)]
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(("cpu", *dict.fromkeys(d.type for d in devices)))
         self._streams = OwnStream.among([leaf for leaf in reached if not isinstance(leaf, torch.Tensor)])
-        self._state = state
         self._hooks = hooks
+
+    def _look_outside(self, learnt: Learnt) -> Outside | None:
+        if learnt.places is None:
+            learnt.places = places_of(self._state.modules)
+            learnt.generators = generator_places(learnt.places)
+            return Outside(learnt.places)
+        return Outside(learnt.outside) if learnt.outside else None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -49,8 +65,8 @@ class Fence:
         return self._state.tensors
 
     def outside(self) -> Outside:
-        """What the code of the modules refers to beside what is fenced."""
-        return Outside(self._state.modules)
+        """What the code of the modules refers to beside modules and arguments."""
+        return Outside(self._learnt.places or [])
 
     @property
     def needs_the_end(self) -> bool:
@@ -64,6 +80,9 @@ class Fence:
     def seal(self) -> None:
         """To be called when the forward has ended."""
         self._state.seal()
+        if self._outside is not None:
+            changed = self._outside.keep_changed()
+            self._learnt.outside = self._learnt.outside or changed
 
     def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:
         """Puts random streams, modules, hooks and settings as the forward found them.
@@ -74,6 +93,7 @@ class Fence:
             once, when all calls are done.
         """
         undo_modules, made = self._state.rewind()
+        undo_outside = self._outside.rewind() if self._outside is not None else None
         undo_hooks = self._hooks.rewind() if self._hooks is not None else None
         streams = [stream.now() for stream in self._streams]
         settings = self._ambient.enter()
@@ -88,6 +108,8 @@ class Fence:
                 stream.apply()
             if undo_hooks is not None:
                 undo_hooks()
+            if undo_outside is not None:
+                undo_outside()
             undo_modules()
 
         return undo, made

@@ -35,17 +35,21 @@ class Learnt:
         written: tensors that a forward wrote, by index of the module and name.
         proven: a replay was seen to compute the very values of its forward.
         uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
-        generators: where the code of its modules finds generators; None: not looked yet.
+        places: what its code refers to; None: not looked yet. Then, of these:
+        generators: those that hold generators.
+        outside: those that a forward changed.
     """
 
-    __slots__ = ("generators", "proven", "seen", "uses_contexts", "written")
+    __slots__ = ("generators", "outside", "places", "proven", "seen", "uses_contexts", "written")
 
     def __init__(self):
         self.seen: set[tuple[int, bool]] = set()
         self.written: set[tuple[Any, ...]] = set()
         self.proven = False
         self.uses_contexts = False
-        self.generators: list[Place] | None = None
+        self.places: list[Place] | None = None
+        self.generators: list[Place] = []
+        self.outside: list[Place] = []
 
 
 class _HeldTensor:

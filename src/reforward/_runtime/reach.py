@@ -1,7 +1,8 @@
 """What the code of a block refers to beside its modules and arguments: closures and globals.
 
-Generators among them are rewound for a replay, like those that modules and arguments hold. Other state that lives there
-is out of reach: when a replay is seen to change it again, a warning says so.
+Generators among them are rewound for a replay, like those that modules and arguments hold. So are numbers, lists and
+dicts that a forward of the block was seen to change. Other state is out of reach: when a replay is seen to change it, a
+warning says so.
 """
 
 from __future__ import annotations
@@ -9,74 +10,96 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from reforward._runtime.parts import Parts, Ref
 from reforward._runtime.streams import OwnStream
 
 _MOST_PLACES = 500
-_CONTAINERS = (list, dict, set)
-_NUMBERS = (int, float)
+_STATE = frozenset({int, float, list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 #: Where a name of a function lives: the dict of globals and the name, or the cell.
 Place = tuple[dict[str, Any], str] | types.CellType
 
 
-def forwards(modules: Iterable[nn.Module]) -> list[Any]:
-    """The forward functions of some modules' classes, each once."""
-    # Looked up without calling: the one of a scripted module's class is a descriptor that fails without a module.
-    return list(dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in modules))
+def places_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where the values live that the code of some modules' classes may use, forward's first."""
+    classes = dict.fromkeys(map(type, modules))
+    # Looked up without calling: the forward of a scripted module's class is a descriptor that fails without a module.
+    functions = [inspect.getattr_static(cls, "forward") for cls in classes]
+    own = [base for cls in classes for base in cls.__mro__ if base.__module__.partition(".")[0] not in _SYSTEM]
+    return _places(functions + [value for base in dict.fromkeys(own) for value in vars(base).values()])
 
 
-def generator_places(functions: Iterable[Any]) -> list[Place]:
-    """Where some functions find generator objects in closures and globals."""
-    places = [place for function in dict.fromkeys(functions) for place in _places_of(function)]
+def function_places(function: Any) -> list[Place]:
+    """Where the values live that a function may use."""
+    return _places([function])
+
+
+_SYSTEM = ("torch", "builtins")
+
+
+def generator_places(places: Iterable[Place]) -> list[Place]:
+    """Those that hold a generator object."""
     return [place for place in places if OwnStream.among([value_at(place)])]
 
 
 class Outside:
-    """Globals and closure cells that the forwards of some modules refer to, before a forward: to see what it
-    changes."""
+    """Numbers and containers at some places, before a forward."""
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        places = [place for forward in forwards(modules) for place in _places_of(forward)]
-        self._before = [(p, v, _content(v)) for p in places if isinstance(v := value_at(p), (*_CONTAINERS, *_NUMBERS))]
+    def __init__(self, places: Iterable[Place]):
+        self._parts = Parts()
+        found = [(place, value) for place in places if type(value := value_at(place)) in _STATE]
+        self._refs: list[tuple[Place, Ref]] = [(place, self._parts.take(value)) for place, value in found]
+        self._parts.close()
+
+    def keep_changed(self) -> list[Place]:
+        """To be called when the forward has ended: from now on only what it changed counts, which is returned."""
+        self._refs = [(p, ref) for p, ref in self._refs if not self._parts.matches(ref, value_at(p), {})]
+        return [place for place, _ in self._refs]
 
     def changed(self) -> list[str]:
         """The names of those that aren't as they were."""
-        return [_name(place) for place, value, content in self._before if self._differs(place, value, content)]
+        return list(dict.fromkeys(_name(p) for p, ref in self._refs if not self._parts.matches(ref, value_at(p), {})))
 
-    @staticmethod
-    def _differs(place: Place, value: Any, content: Any) -> bool:
-        now = value_at(place)
-        if isinstance(value, _NUMBERS):
-            return type(now) is not type(value) or now != value
-        return now is not value or _content(now) != content
+    def rewind(self) -> Callable[[], None]:
+        """Puts values as they were in these places; the function that is returned puts back those of now."""
+        now = [(place, value_at(place)) for place, _ in self._refs]
+        made: dict[Ref, Any] = {}
+        for place, ref in self._refs:
+            _put(place, self._parts.rebuild(ref, self._parts.leaves.__getitem__, made))
+
+        def undo() -> None:
+            for place, value in now:
+                _put(place, value)
+
+        return undo
 
 
-def _content(value: Any) -> Any:
-    """What a container holds, by identity."""
-    if isinstance(value, dict):
-        return [(id(key), id(item)) for key, item in value.items()]
-    return [id(item) for item in value] if isinstance(value, _CONTAINERS) else None
+def _put(place: Place, value: Any) -> None:
+    if isinstance(place, tuple):
+        place[0][place[1]] = value
+    else:
+        place.cell_contents = value
 
 
-def _places_of(function: Any) -> list[Place]:
-    """Where the values live that a function, and the functions that it refers to, may use."""
-    found: list[Place] = []
-    queue, seen = [function], set[int]()
+def _places(functions: Iterable[Any]) -> list[Place]:
+    found: dict[Any, Place] = {}
+    queue, seen = list(functions), set[int]()
     while queue and len(found) < _MOST_PLACES:
         plain = _plain_function(queue.pop(0))
-        if plain is None or id(plain.__code__) in seen or plain.__module__.partition(".")[0] == "torch":
+        if plain is None or id(plain.__code__) in seen or plain.__module__.partition(".")[0] in _SYSTEM:
             continue
         seen.add(id(plain.__code__))
         names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
         places: list[Place] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
-        found += places
+        found.update(((id(p[0]), p[1]) if isinstance(p, tuple) else id(p), p) for p in places)
         queue += [value for place in places if callable(value := value_at(place)) and not isinstance(value, type)]
-    return found
+    return list(found.values())
 
 
 def _plain_function(value: Any) -> types.FunctionType | None:
