@@ -501,6 +501,12 @@ def test_a_plan_that_compiled_code_cannot_follow_is_refused_when_it_is_compiled(
         run()
 
 
+def test_a_backend_that_really_calls_regions_is_refused():
+    """Torch's checkpoint leaves random streams to the compiler there, and gradients would be those of other masks."""
+    with pytest.raises(rf.AttachError, match="backend='eager'"):
+        compiled(net, rf.full(), backend="eager")
+
+
 # Arguments, transforms, export, single calls
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -99,12 +99,19 @@ def region(
     families = " ".join([selector.family for selector in policy.save if isinstance(selector, Ops)])
     try:
         return torch_checkpoint(call, use_reentrant=False, context_fn=context_fn or _CONTEXTS[families])
-    except _NotTraced:  # the compiler gave the region up: torch's checkpoint, which is less exact, is really called
+    except _NotTraced:  # the compiler gave the region up; torch's checkpoint by itself is less exact
         return _outside(eager, name, args, kwargs)  # pyright: ignore[reportCallIssue]
 
 
-class _NotTraced(Exception):
-    pass
+class _NotTraced(AttachError):
+    """A region is really called: by the compiler that gave it up, where `region` catches this, or by a backend."""
+
+    def __init__(self):
+        super().__init__(
+            "the backend of torch.compile calls regions as they are, without AOTAutograd (backend='eager' does), and"
+            " torch doesn't restore random streams there; use backend='aot_eager' or 'inductor', or suspend the plan"
+            " (rf.suspended)"
+        )
 
 
 def _wants_regions() -> bool:
@@ -169,14 +176,10 @@ def _contexts(families: str) -> Any:
     """The contexts of a region's forward and replay, made when its operations are about to enter the graph.
 
     Raises:
-        AttachError: the region doesn't enter a graph, but is really called.
+        AttachError: they don't enter a graph: the region is really called.
     """
     if not torch.compiler.is_compiling():
-        raise AttachError(
-            "the backend of torch.compile runs regions as they are, without AOTAutograd (backend='eager' does), where"
-            " they would draw other random numbers when they are computed again; use backend='aot_eager' or 'inductor',"
-            " or suspend the plan (rf.suspended)"
-        )
+        raise _NotTraced
     mode = get_proxy_mode()
     graph = mode.tracer.graph if mode is not None else None
     if graph is not None:
