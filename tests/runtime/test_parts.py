@@ -2,7 +2,7 @@
 
 import enum
 import logging
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -151,8 +151,30 @@ def test_what_has_an_identity_or_belongs_to_the_system_stays_itself(value):
 
 
 def test_a_value_that_leads_to_everything_is_taken_up_to_a_limit():
+    chain = inner = SimpleNamespace()
+    for _ in range(30):
+        inner.more, inner = [SimpleNamespace(i=i) for i in range(100)], SimpleNamespace()
+        chain.more[0].chain = inner
+    assert again([chain, list(range(20_000))])[1] == list(range(20_000))
     many = [SimpleNamespace(i=i) for i in range(5000)]
-    made = again(many)
-    assert made == many
-    assert made[0] is not many[0]
-    assert made[-1] is many[-1]
+    assert again(many) is many
+    numbers = list(range(9000))
+    assert again(numbers) == numbers
+    assert again(numbers) is not numbers
+
+
+def test_objects_that_are_keys_are_the_ones_that_are_found_elsewhere():
+    key = SimpleNamespace(n=1).__class__  # a class stays itself
+    thing = Slotted(1, 2)
+    made = again({"list": [thing], "dict": {thing: 1.0, key: 2}, "user": UserDict(a=[1])})
+    assert made["dict"][made["list"][0]] == 1.0
+    assert made["dict"][key] == 2
+    assert made["user"] == UserDict(a=[1])
+
+
+def test_a_dict_with_tensors_as_keys_is_compared_by_their_identity():
+    one, other = torch.ones(2), torch.ones(2)
+    parts = Parts()
+    ref = parts.take({one: 1})
+    assert parts.matches(ref, {one: 1}, {})
+    assert not parts.matches(ref, {other: 1}, {})

@@ -108,7 +108,6 @@ class Part(nn.Module):
             state = torch.tanh(self.a(x) + self.b(state))
         return state
 
-
     def custom(self, x):
         return self.b(Keeps.apply(self.a(x)))
 

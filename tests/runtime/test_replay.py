@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import same
@@ -285,7 +286,7 @@ def test_training_convention_leaves_evaluation_mode_alone():
 
 def test_is_replaying_tells_forward_from_replay():
     class Telling(Block):
-        seen = []  # of the class, which no fence looks at
+        seen: ClassVar[list] = []  # of the class, which no fence looks at
 
         def forward(self, x):
             self.seen.append(rf.is_replaying())
@@ -633,7 +634,7 @@ def test_a_run_computes_each_block_again_once_per_level(nodes, expected):
 
 def test_no_tensor_of_a_replay_outlives_the_step():
     class Seen(nn.Linear):
-        seen = []  # of the class, which no fence looks at
+        seen: ClassVar[list] = []  # of the class, which no fence looks at
 
         def forward(self, x):
             output = super().forward(x)

@@ -8,6 +8,7 @@ deletes the attribute.
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -115,6 +116,14 @@ class RegionForward(_Forward):
         self._start, self._size = paths.index(path), len(paths)
         self._learnt = Learnt()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what earlier calls taught: a copy's code and modules are looked at anew."""
+        return {key: value for key, value in self.__dict__.items() if key != "_learnt"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._learnt = Learnt()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._in_compiler(*args, **kwargs)
@@ -156,7 +165,7 @@ class RegionForward(_Forward):
 
     def _refuse_iterators(self, result: Any) -> None:
         for leaf in leaves_in(result):
-            if hasattr(type(leaf), "__next__"):
+            if hasattr(type(leaf), "__next__") and not issubclass(type(leaf), io.IOBase):
                 raise ReplayError(
                     f"block {self.path!r} ({type(self.module).__name__}) returns an iterator ({type(leaf).__name__}),"
                     " whose work is done after the block has returned, so it can't be computed again for backward;"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from reforward._errors import MutationError, ReplayError
 from reforward._runtime.fence import Fence
 from reforward._runtime.fingerprint import Check
 from reforward._runtime.module_state import Learnt
-from reforward._runtime.parts import Parts, Ref
+from reforward._runtime.parts import Parts, Ref, Weak
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
@@ -59,7 +60,7 @@ class Arguments:
         leaves, self.leaves = self.leaves, []
         for ref, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                self.parts.leaves[ref] = weakref.ref(leaf) if self._refs is not None else None
+                self.parts.leaves[ref] = Weak(leaf) if self._refs is not None else None
         return leaves
 
     def _note_steady(self, value: Any, ref: Ref) -> None:
@@ -100,14 +101,18 @@ class _Previous:
 
 
 class Kept:
-    """A tensor argument: its memory, whether it wants a gradient, and its version when the call began."""
+    """A tensor argument: its memory, whether it wants a gradient, its version when the call began, and attributes that
+    Python code put on it."""
 
-    __slots__ = ("requires_grad", "tensor", "version")
+    __slots__ = ("_attributes", "_itself", "requires_grad", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor.detach()
         self.requires_grad = tensor.requires_grad
         self.version = _torch.version(tensor)
+        self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
+        # One without a graph can be given again as it is, for code that asks which tensor it has.
+        self._itself = tensor if not tensor.requires_grad or type(tensor) is torch.nn.Parameter else None
 
     @property
     def intact(self) -> bool:
@@ -116,7 +121,12 @@ class Kept:
 
     def fresh(self) -> torch.Tensor:
         """The tensor, as a leaf of a new graph."""
-        return self.tensor.detach().requires_grad_(self.requires_grad)
+        if self._itself is not None:
+            return self._itself
+        fresh = self.tensor.detach().requires_grad_(self.requires_grad)
+        for name, value in (self._attributes or {}).items():
+            setattr(fresh, name, value)
+        return fresh
 
 
 class Call:
@@ -184,7 +194,7 @@ class Call:
 
     def _refuse_iterators(self) -> None:
         for leaf in self._leaves:
-            if hasattr(type(leaf), "__next__"):
+            if hasattr(type(leaf), "__next__") and not issubclass(type(leaf), io.IOBase):
                 raise ReplayError(
                     f"block {self.name!r} is given an iterator ({type(leaf).__name__}), which can't be read again"
                     " when the block is computed again; give it a list, or leave this block out of the plan"

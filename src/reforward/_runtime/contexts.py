@@ -114,11 +114,12 @@ def _nodes_made(result: Any, start: int) -> Iterator[Any]:
 
 
 def _is_worth_taking(value: Any, held: set[int]) -> bool:
-    """Whether a value is made of tensors, at least one of which would be freed."""
+    """Whether a value is made of tensors without a graph, at least one of which would be freed."""
     if type(value) in IMMUTABLE:
         return False
     parts = Parts()
     parts.take(value)
     tensors = [leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor)]
-    known = all(type(leaf) in IMMUTABLE or isinstance(leaf, torch.Tensor) for leaf in parts.leaves)
-    return known and any(_torch.storage_key(tensor) not in held for tensor in tensors)
+    if len(tensors) != len(parts.leaves) or any(tensor.requires_grad for tensor in tensors):
+        return False  # of a graph of its own: a double backward goes through it
+    return any(_torch.storage_key(tensor) not in held for tensor in tensors)

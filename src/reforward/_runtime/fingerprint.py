@@ -54,6 +54,7 @@ def fingerprint(tensor: torch.Tensor) -> Print:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as integers of 32 bits, in the order in which they lie in memory where they lie densely."""
+    tensor = tensor.resolve_conj().resolve_neg()
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).contiguous().view(-1)
     if flat.is_complex():

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from reforward import _torch
+from reforward._runtime.ambient import Ambient
 from reforward._runtime.depth import is_replaying
+from reforward._runtime.streams import RngState, accelerators
 
 _Table = dict[int, Any]
 
@@ -37,25 +40,29 @@ class Watched:
             self.replays += 1
         else:
             self.calls += 1
-        before = _seen(module)
+        before = _seen(module, given)
         result = self.hook(module, *given)
-        if result is not None or _differs(before, _seen(module)):
+        if result is not None or before != _seen(module, given):
             self.acted = True
         return result
 
 
-def _seen(module: nn.Module) -> list[Any]:
-    """What a hook may change of its module: attributes, parameters, buffers, their values."""
-    attributes, parameters, buffers = _torch.live_state(module)
-    tensors = [t for t in (*parameters.values(), *buffers.values()) if t is not None]
-    return [*attributes.items(), *parameters.items(), *buffers.items(), *[("", _torch.version(t)) for t in tensors]]
-
-
-def _differs(before: list[Any], after: list[Any]) -> bool:
-    return len(before) != len(after) or any(
-        name != other or (value is not now and not (type(value) is int and value == now))
-        for (name, value), (other, now) in zip(before, after, strict=True)
-    )
+def _seen(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
+    """What a hook may change: attributes, parameters and buffers of its module and those below, the values of what it
+    is given, random streams, settings. Objects by identity."""
+    homes = [home for part in _torch.submodules(module) for home in _torch.live_state(part)]
+    leaves, structure = _torch.flatten(given)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)] + [
+        t for home in homes for t in home.values() if isinstance(t, torch.Tensor)
+    ]
+    return [
+        [[(name, id(value)) for name, value in home.items()] for home in homes],
+        [id(leaf) for leaf in leaves],
+        structure,
+        [_torch.version(tensor) for tensor in tensors],
+        RngState.capture(accelerators(tensors)),
+        Ambient.capture(("cpu", *dict.fromkeys(t.device.type for t in tensors if t.device.type != "cpu"))),
+    ]
 
 
 def _silent(*given: Any) -> None:

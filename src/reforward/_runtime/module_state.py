@@ -7,6 +7,8 @@ found them, also if they were changed since by other code (`model.eval()` before
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
+from reforward._runtime.fingerprint import fingerprint
 from reforward._runtime.parts import IMMUTABLE, Parts, Ref
 from reforward._runtime.reach import Place
 from reforward._runtime.streams import OwnStream
@@ -24,6 +27,12 @@ _SMALL_BUFFER_BYTES = 64 * 1024
 # What nn.Module itself keeps, and a forward put on the instance: parameters, buffers and submodules are dealt with one
 # by one, hooks and code aren't state.
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"forward"}
+# Types that `torch.equal` knows.
+_COMPARABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)  # fmt: skip
+_TENSORS = IMMUTABLE | {torch.Tensor, nn.Parameter}
 
 
 class Learnt:
@@ -34,18 +43,20 @@ class Learnt:
             only.
         written: tensors that a forward wrote, by index of the module and name.
         proven: a replay was seen to compute the very values of its forward.
+        adds_gradients: a forward ran a backward of its own.
         uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
         places: what its code refers to; None: not looked yet. Then, of these:
         generators: those that hold generators.
         outside: those that a forward changed.
     """
 
-    __slots__ = ("generators", "outside", "places", "proven", "seen", "uses_contexts", "written")
+    __slots__ = ("adds_gradients", "generators", "outside", "places", "proven", "seen", "uses_contexts", "written")
 
     def __init__(self):
         self.seen: set[tuple[int, bool]] = set()
         self.written: set[tuple[Any, ...]] = set()
         self.proven = False
+        self.adds_gradients = False
         self.uses_contexts = False
         self.places: list[Place] | None = None
         self.generators: list[Place] = []
@@ -123,14 +134,24 @@ class ModuleState:
         self._steady: set[Ref] = set()
         self._streams: list[OwnStream] = []
         self.modules = modules
+        self._known = set(modules)
+        for leaf in parts.leaves.copy():  # of the arguments
+            if type(leaf) not in _TENSORS:
+                self._add_reached(leaf)
         index = 0
         while index < len(self.modules):
             self._look_at(index, self.modules[index])
             index += 1
         parts.close()
+        # Not looked at in every step: another thread's backward may be about to write there.
+        self._gradients = None if learnt.proven or learnt.adds_gradients else self._gradients_now()
         self.tensors: list[torch.Tensor] = [p for p, *_ in self._parameters] + [
             held.tensor for held in self._all_held()
         ]
+
+    def _gradients_now(self) -> list[tuple[int, int]]:
+        gradients = [p.grad for p, *_ in self._parameters if p.is_leaf]
+        return [(id(g), _torch.version(g)) for g in gradients if g is not None]
 
     def _all_held(self) -> list[_HeldTensor]:
         return [*self._held, *self._deep.values()] if self._deep else self._held
@@ -139,6 +160,8 @@ class ModuleState:
         attributes, parameters, buffers = _torch.live_state(module)
         first = len(self._held)
         self._homes.append((attributes, attributes.copy()))
+        if children := _torch.children_of(module):
+            self._homes.append((children, children.copy()))
         if parameters:
             self._homes.append((parameters, parameters.copy()))
             self._parameters += [(p, _torch.version(p), p.requires_grad) for p in parameters.values() if p is not None]
@@ -164,7 +187,7 @@ class ModuleState:
         return _HeldTensor(home, key, tensor, known=known, expected=written or keeps_statistics)
 
     def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, module: nn.Module) -> None:
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             self._held.append(self._hold(home, key, value, module))
             return
         first = len(self._parts.leaves)
@@ -172,18 +195,22 @@ class ModuleState:
         if ref < 0:
             self._attributes.append((home, key[1], ref))
         for leaf_ref, leaf in enumerate(self._parts.leaves[first:], first):
-            if isinstance(leaf, torch.Tensor):
+            if issubclass(type(leaf), torch.Tensor):
                 self._deep[leaf_ref] = self._hold(None, (*key, leaf_ref - first), leaf, module)
-            elif isinstance(leaf, nn.Module):
-                self._add_unregistered(leaf)
-            elif type(leaf) not in IMMUTABLE:
-                self._streams += OwnStream.among([leaf])
+            else:
+                self._add_reached(leaf)
 
-    def _add_unregistered(self, module: nn.Module) -> None:
-        """A module that an attribute holds; not one that the block is a part of."""
-        inside = _torch.submodules(module)
-        if module not in self.modules and self.modules[0] not in inside:
-            self.modules += [m for m in inside if m not in self.modules]
+    def _add_reached(self, leaf: Any) -> None:
+        """What a leaf stands for: a module that isn't registered, whose method a bound one is; a generator."""
+        while isinstance(leaf, (types.MethodType, functools.partial)):
+            leaf = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf.func
+        if issubclass(type(leaf), nn.Module):
+            inside = _torch.submodules(leaf)
+            if leaf not in self._known and self.modules[0] not in inside:  # not one that the block is a part of
+                self.modules += [m for m in inside if m not in self._known]
+                self._known.update(inside)
+        elif type(leaf) not in IMMUTABLE:
+            self._streams += OwnStream.among([leaf])
 
     def seal(self) -> None:
         """To be called when the forward has ended. Drops copies that aren't needed, remembers what was written and
@@ -192,6 +219,8 @@ class ModuleState:
         Raises:
             ReplayError: a large buffer was written that no earlier forward wrote, so its value before is lost.
         """
+        if self._gradients is not None and self._gradients != self._gradients_now():
+            self._learnt.adds_gradients = True
         self._steady = {ref for home, key, ref in self._attributes if self._parts.matches(ref, home.get(key), {})}
         for held in self._all_held():
             if not held.written():
@@ -222,16 +251,17 @@ class ModuleState:
         self._check_unchanged()
         now = [(home, home.copy()) for home, _ in self._homes]
         tensors, streams = self.tensors, [stream.now() for stream in self._streams]
-        gradients = [(p, p.requires_grad, p.grad) for p, *_ in self._parameters if p.is_leaf]
+        wanting = [(p, p.requires_grad) for p, *_, wanted in self._parameters if p.requires_grad is not wanted]
+        gradients = [(p, p.grad) for p, *_ in self._parameters if p.is_leaf] if self._learnt.adds_gradients else []
 
         def undo() -> None:
             for home, contents in now:
                 _restore(home, contents)
             for stream in streams:
                 stream.apply()
-            for parameter, requires_grad, gradient in gradients:
-                if parameter.requires_grad != requires_grad:
-                    parameter.requires_grad_(requires_grad)
+            for parameter, wants in wanting:
+                parameter.requires_grad_(wants)
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             self.tensors = tensors
 
@@ -246,11 +276,11 @@ class ModuleState:
             _restore(home, before)
         for stream in self._streams:
             stream.apply()
-        for parameter, _, required_grad in self._parameters:
-            if parameter.is_leaf:
+        for parameter, _, wanted in self._parameters:
+            if parameter.requires_grad is not wanted:
+                parameter.requires_grad_(wanted)
+            if self._learnt.adds_gradients and parameter.is_leaf:
                 parameter.grad = None  # a backward inside the block has had its effect
-                if parameter.requires_grad != required_grad:
-                    parameter.requires_grad_(required_grad)
         return self._show_values()
 
     def _show_values(self) -> dict[Ref, Any]:
@@ -271,8 +301,12 @@ class ModuleState:
             as_it_was = ref in self._steady and self._parts.matches(ref, home[key], same)
             if as_it_was and all(stands_for.get(r, value) is value for r, value in same.items()):
                 made.update(same)
+
+        def leaf(at: Ref) -> Any:
+            return stands_for[at] if at in stands_for else self._parts.leaf(at)
+
         for home, key, ref in self._attributes:
-            home[key] = self._parts.rebuild(ref, lambda leaf: stands_for.get(leaf, self._parts.leaves[leaf]), made)
+            home[key] = self._parts.rebuild(ref, leaf, made)
         return made
 
     def _check_unchanged(self) -> None:
@@ -295,6 +329,8 @@ class ModuleState:
 
 
 def _same_values(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
+    if tensor.dtype not in _COMPARABLE:
+        return bool(fingerprint(tensor) == fingerprint(copied))
     return torch.equal(tensor, copied) or bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
 
 

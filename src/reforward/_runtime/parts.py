@@ -17,8 +17,9 @@ import functools
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -41,10 +42,15 @@ _OPAQUE = (
 )  # fmt: skip
 # Classes of these are the system's own and lead anywhere (loggers, threads, files), but for the bases listed.
 _SYSTEM = sys.stdlib_module_names | {"torch", "numpy"}
-_BASES = {object, dict, list, OrderedDict, defaultdict, Counter, types.SimpleNamespace, Generic, Protocol, abc.ABC}
+_BASES = {
+    object, dict, list, OrderedDict, defaultdict, Counter, types.SimpleNamespace, Generic, Protocol, abc.ABC,
+    UserDict, UserList, *UserDict.__mro__, *UserList.__mro__,
+}  # fmt: skip
 _POINTER_BYTES = 8
-# A value that leads to more than this (a trainer, the whole program) is left alone from there on.
-_MOST_NODES = 2000
+# A value that leads to more than this (a trainer, the whole program) is left alone from there on, and so is a container
+# that holds more (a vocabulary).
+_MOST_NODES = 1000
+_MOST_ITEMS = 10_000
 _DEEPEST = 40
 
 
@@ -55,29 +61,42 @@ class _Kind:
     Attributes:
         open: the children and the context of a value.
         make: a value from its children and context.
-        fill: puts children into a value that `make` made of none; None: the type can't be changed once made.
+        fill: puts children into a value that `make` made of none; None: `make` needs them.
+        frozen: values can't be changed once made.
     """
 
     open: Callable[[Any], tuple[list[Any], Any]]
     make: Callable[[type, list[Any], Any], Any]
     fill: Callable[[Any, list[Any], Any], None] | None = None
+    frozen: bool = False
 
 
 def _open_dict(value: dict[Any, Any]) -> tuple[list[Any], Any]:
-    return list(dict.values(value)), list(dict.keys(value))
+    return _with_keys(list(dict.keys(value)), list(dict.values(value)))
+
+
+def _with_keys(keys: list[Any], values: list[Any]) -> tuple[list[Any], Any]:
+    """Keys that are objects are taken apart as well, since they may be found elsewhere, too."""
+    return (values, keys) if IMMUTABLE.issuperset(map(type, keys)) else ([*keys, *values], None)
+
+
+def _items(children: list[Any], keys: list[Any] | None) -> Iterable[tuple[Any, Any]]:
+    half = len(children) // 2
+    return zip(keys, children, strict=True) if keys is not None else zip(children[:half], children[half:], strict=True)
 
 
 def _open_defaultdict(value: defaultdict[Any, Any]) -> tuple[list[Any], Any]:
-    return list(dict.values(value)), (value.default_factory, list(dict.keys(value)))
+    children, keys = _open_dict(value)
+    return children, (value.default_factory, keys)
 
 
 def _fill_defaultdict(value: defaultdict[Any, Any], children: list[Any], context: Any) -> None:
     value.default_factory = context[0]
-    dict.update(value, zip(context[1], children, strict=True))
+    dict.update(value, _items(children, context[1]))
 
 
 def _fill_ordered(value: OrderedDict[Any, Any], children: list[Any], keys: Any) -> None:
-    for key, child in zip(keys, children, strict=True):
+    for key, child in _items(children, keys):
         OrderedDict.__setitem__(value, key, child)
 
 
@@ -89,13 +108,13 @@ _LIST = _Kind(
 _DICT = _Kind(
     open=_open_dict,
     make=lambda cls, children, keys: cls(),
-    fill=lambda value, children, keys: dict.update(value, zip(keys, children, strict=True)),
+    fill=lambda value, children, keys: dict.update(value, _items(children, keys)),
 )
 _KINDS: dict[type, _Kind | None] = {
     list: _LIST,
     dict: _DICT,
     OrderedDict: _Kind(
-        open=lambda value: (list(OrderedDict.values(value)), list(OrderedDict.keys(value))),
+        open=lambda value: _with_keys(list(OrderedDict.keys(value)), list(OrderedDict.values(value))),
         make=lambda cls, children, keys: cls(),
         fill=_fill_ordered,
     ),
@@ -105,8 +124,10 @@ _KINDS: dict[type, _Kind | None] = {
         make=lambda cls, children, context: cls(),
         fill=lambda value, children, context: value.update(children),
     ),
-    frozenset: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
-    tuple: _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children)),
+    **dict.fromkeys(
+        (frozenset, tuple),
+        _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children), frozen=True),
+    ),
     deque: _Kind(
         open=lambda value: (list(value), value.maxlen),
         make=lambda cls, children, maxlen: cls(maxlen=maxlen),
@@ -135,6 +156,7 @@ def _new_kind(cls: type) -> _Kind | None:
         return _Kind(
             open=lambda value: (list(value), None),
             make=lambda cls, children, context: tuple.__new__(cls, children),
+            frozen=True,
         )
     return _object_kind(cls)
 
@@ -159,8 +181,10 @@ def _object_kind(cls: type) -> _Kind | None:
     own = _KINDS.get(base)
 
     def opened(value: Any) -> tuple[list[Any], Any]:
-        state = dict(getattr(value, "__dict__", ()))
-        state.update((name, getattr(value, name)) for name in slots if hasattr(value, name))
+        state = dict(object.__getattribute__(value, "__dict__")) if cls.__dictoffset__ else {}
+        for name in slots:
+            with suppress(AttributeError):
+                state[name] = object.__getattribute__(value, name)
         items, keys = own.open(value) if own is not None else ([], None)
         return [*state.values(), *items], (tuple(state), keys)
 
@@ -192,22 +216,27 @@ class _Node:
     """A value that was taken apart.
 
     Attributes:
-        children: what it held.
+        children: what it held, as far as that can't change.
+        refs: the others, by position.
         context: what else is needed to make it again.
     """
 
     cls: type
     kind: _Kind
-    children: list[Ref]
+    children: list[Any]
+    refs: dict[int, Ref]
     context: Any
+
+
+class Weak(weakref.ref):
+    """Stands for a leaf that somebody else keeps."""
 
 
 class Parts:
     """Values taken apart.
 
     Attributes:
-        leaves: what isn't taken apart further, each once, in the order in which it was met. A weak reference stands for
-            a leaf that somebody else keeps.
+        leaves: what isn't taken apart further and may change, each once, in the order in which it was met.
     """
 
     def __init__(self):
@@ -227,14 +256,17 @@ class Parts:
         if depth > _DEEPEST or len(self._nodes) > _MOST_NODES:
             return self._leaf(value, cls)
         children, context = kind.open(value)
-        if kind.fill is None and IMMUTABLE.issuperset(map(type, children)):
+        open_ones = [i for i, child in enumerate(children) if type(child) not in IMMUTABLE]
+        if len(children) > _MOST_ITEMS or len(open_ones) > _MOST_NODES or (kind.frozen and not open_ones):
             return self._leaf(value, cls)
         ref = ~len(self._nodes)
         self._nodes.append(None)
         if kind.fill is not None:
             self._met[id(value)] = ref
-        inside = [self.take(child, depth + 1) for child in children]
-        self._nodes[~ref] = _Node(cls, kind, inside, context)
+        refs = {i: self.take(children[i], depth + 1) for i in open_ones}
+        for i in open_ones:
+            children[i] = None
+        self._nodes[~ref] = _Node(cls, kind, children, refs, context)
         self._met[id(value)] = ref
         return ref
 
@@ -252,23 +284,6 @@ class Parts:
         """To be called when everything is taken: from now on a value that was met may be gone."""
         self._met = {}
 
-    def leaves_of(self, refs: Iterable[Ref]) -> list[Ref]:
-        """The leaves that some values hold, each once."""
-        found: dict[Ref, None] = {}
-        queue, seen = list(refs), set[Ref]()
-        while queue:
-            ref = queue.pop()
-            if ref in seen:
-                continue
-            seen.add(ref)
-            if ref >= 0:
-                found[ref] = None
-            else:
-                node = self._nodes[~ref]
-                assert node is not None
-                queue += node.children
-        return list(found)
-
     def matches(self, ref: Ref, value: Any, met: dict[Ref, Any]) -> bool:
         """Whether a value holds what the one that was taken apart held.
 
@@ -277,23 +292,26 @@ class Parts:
         """
         if ref in met:
             return met[ref] is value
+        met[ref] = value
         if ref >= 0:
-            leaf = self.leaves[ref]
-            met[ref] = value
-            if type(leaf) is weakref.ref and leaf is not value:
-                leaf = leaf()
+            leaf = self.leaf(ref)
             return leaf is value or (type(leaf) in IMMUTABLE and type(leaf) is type(value) and leaf == value)
         node = self._nodes[~ref]
         assert node is not None
         if type(value) is not node.cls:
             return False
-        met[ref] = value
         children, context = node.kind.open(value)
-        return (
-            context == node.context
-            and len(children) == len(node.children)
-            and all(self.matches(r, child, met) for r, child in zip(node.children, children, strict=True))
+        if len(children) != len(node.children) or context != node.context:
+            return False
+        return all(
+            self.matches(node.refs[i], now, met) if i in node.refs else now is before or _equal(now, before)
+            for i, (before, now) in enumerate(zip(node.children, children, strict=True))
         )
+
+    def leaf(self, ref: Ref) -> Any:
+        """A leaf; None if nobody keeps it any more."""
+        leaf = self.leaves[ref]
+        return leaf() if type(leaf) is Weak else leaf
 
     def rebuild(self, ref: Ref, leaves: Callable[[Ref], Any], made: dict[Ref, Any]) -> Any:
         """A value like the one that was taken apart.
@@ -309,12 +327,16 @@ class Parts:
             return value
         node = self._nodes[~ref]
         assert node is not None
-        if node.kind.fill is None:
-            children = [self.rebuild(child, leaves, made) for child in node.children]
+        value = None
+        if node.kind.fill is not None:
+            made[ref] = value = node.kind.make(node.cls, [], node.context)
+        children = node.children.copy()
+        for i, child in node.refs.items():
+            children[i] = self.rebuild(child, leaves, made)
+        if node.kind.fill is not None:
+            node.kind.fill(value, children, node.context)
+        else:
             made[ref] = value = node.kind.make(node.cls, children, node.context)
-            return value
-        made[ref] = value = node.kind.make(node.cls, [], node.context)
-        node.kind.fill(value, [self.rebuild(child, leaves, made) for child in node.children], node.context)
         return value
 
 
@@ -325,3 +347,8 @@ def leaves_in(value: Any) -> list[Any]:
     parts = Parts()
     parts.take(value)
     return parts.leaves
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values that can't change are the same."""
+    return type(one) is type(other) and type(one) in IMMUTABLE and one == other

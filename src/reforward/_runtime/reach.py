@@ -71,7 +71,7 @@ class Outside:
         now = [(place, value_at(place)) for place, _ in self._refs]
         made: dict[Ref, Any] = {}
         for place, ref in self._refs:
-            _put(place, self._parts.rebuild(ref, self._parts.leaves.__getitem__, made))
+            _put(place, self._parts.rebuild(ref, self._parts.leaf, made))
 
         def undo() -> None:
             for place, value in now:

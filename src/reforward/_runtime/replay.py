@@ -16,9 +16,10 @@ import linecache
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeGuard
@@ -49,6 +50,8 @@ class _Local(threading.local):
 
 _local = _Local()
 _NO_CONTEXT = nullcontext()
+# A replay exchanges what modules hold and sets the global streams: two threads can't do that at once.
+_one_at_a_time = threading.RLock()
 
 
 def current_frame() -> Recorder | Filler | None:
@@ -137,6 +140,20 @@ def _note_backward_inside() -> None:
 
 def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
     return held.get() if isinstance(held, Holder) else held
+
+
+def _pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
+    frame = _local.frame
+    assert frame is not None
+    return frame.pack(tensor)
+
+
+@cache
+def _hooks(compiler_loaded: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The hooks on saved tensors. A compiler that is loaded is told not to trace them when it meets them in a block."""
+    if compiler_loaded:
+        return torch.compiler.disable(_pack), torch.compiler.disable(_unpack)
+    return _pack, _unpack
 
 
 class _Slot(NamedTuple):
@@ -248,16 +265,17 @@ class Recording:
         stop = self._last_needed()
         if stop is None:
             return
-        now = RngState.capture(self._devices, share=False)
-        depth.count += 1
-        try:
-            with torch.enable_grad():
-                self._replay_until(stop)
-        except _Done:
-            pass
-        finally:
-            depth.count -= 1
-            now.apply()
+        with _one_at_a_time:
+            now = RngState.capture(self._devices, share=False)
+            depth.count += 1
+            try:
+                with torch.enable_grad():
+                    self._replay_until(stop)
+            except _Done:
+                pass
+            finally:
+                depth.count -= 1
+                now.apply()
         reference: weakref.ref[Recording] = weakref.ref(self)
         _torch.at_end_of_backward(lambda: _release(reference))
 
@@ -376,7 +394,7 @@ class _Frame:
         outer, _local.frame = _local.frame, self  # pyright: ignore[reportAttributeAccessIssue]
         self.look()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*_hooks("torch._dynamo" in sys.modules)):
                 if self.keeper is None:
                     return self.call.function(*args, **kwargs)
                 with self.selection(self.keeper):
@@ -539,7 +557,8 @@ class Filler(_Frame):
     def _other_values(self, slot: _Slot, line: _Line) -> ReplayMismatchError:
         return self._mismatch(
             f"computes other values than the forward did, first in a tensor of shape {tuple(slot.shape)}"
-            f" ({slot.dtype}){_shown(line)}"
+            f" ({slot.dtype}){_shown(line)} (if such values don't matter, in memory that isn't initialised, say, attach"
+            " the plan with check='off')"
         )
 
     def _mismatch(self, fact: str) -> ReplayMismatchError:
