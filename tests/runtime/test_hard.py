@@ -244,3 +244,63 @@ def test_large_containers_that_attributes_hold_are_no_burden():
     rf.attach(model, rf.full())
     loss().backward()
     assert len(model.layers[0].words) == 200_000
+
+
+def test_a_traced_graph_module():
+    def build_traced():
+        layers = [torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))) for _ in range(2)]
+        model = nn.Sequential(*layers)
+        x = torch.randn(3, 8)
+        return model, lambda: model(x).square().sum()
+
+    same.assert_same(build_traced, {"0": rf.Recompute(), "1": rf.Recompute()})
+
+
+NUMBER = 0
+STREAM = torch.Generator()
+
+
+class DrawsFromGlobal(nn.Module):
+    def forward(self, x):
+        return torch.sin(x * torch.rand(8, generator=STREAM))
+
+
+def test_globals_behind_a_bare_call():
+    def counts(x):
+        global NUMBER
+        NUMBER += 1
+        return torch.sin(x * NUMBER)
+
+    def results(call):
+        global NUMBER
+        NUMBER = 0
+        STREAM.manual_seed(1)
+        module = DrawsFromGlobal()
+        x = torch.linspace(0, 1, 8).requires_grad_()
+        (call(counts, x) + call(module, x) + call(lambda y: module(y), x)).sum().backward()
+        return x.grad, torch.tensor(NUMBER), STREAM.get_state()
+
+    assert all(map(torch.equal, results(lambda f, x: f(x)), results(rf.checkpoint)))
+
+
+@pytest.mark.parametrize("change", ["in place", "taken away"])
+def test_an_argument_that_the_block_holds_too_and_that_is_changed_before_backward(change):
+    def forward(self, x, state):
+        return torch.sin(self.l(state.h + 1) * x)
+
+    model, _ = same.built(build(forward))
+    state = SimpleNamespace(h=torch.ones(3, 8))
+    for layer in model.layers:
+        layer.state = state
+    rf.attach(model, rf.full())
+    model(torch.ones(3, 8), state).sum().backward()
+    expected, model.layers[0].l.weight.grad = model.layers[0].l.weight.grad, None
+    loss = model(torch.ones(3, 8), state).sum()
+    if change == "in place":
+        state.h.mul_(2)
+        with pytest.raises(rf.MutationError, match=r"block 'layers\.1'"):
+            loss.backward()
+    else:
+        state.h = None
+        loss.backward()
+        assert torch.equal(model.layers[0].l.weight.grad, expected)

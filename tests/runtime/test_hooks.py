@@ -150,3 +150,32 @@ def test_an_error_in_forward_or_replay_leaves_the_hooks_as_they_were():
         model(torch.ones(4, 8))
     assert dict(block.up._forward_pre_hooks) == before
     handle.remove()
+
+
+def test_a_hook_added_to_a_block_that_had_none_before_does_not_run_in_the_replay():
+    model = stack(1).eval()
+    x = torch.randn(4, 8)
+    expected = torch.autograd.grad(model(x).sum(), model.layers[0].up.weight)[0]
+    rf.attach(model, rf.full())
+    model(x).sum().backward()
+    loss = model(x).sum()
+    model.layers[0].up.register_forward_hook(lambda m, args, out: out * 2)
+    assert torch.equal(torch.autograd.grad(loss, model.layers[0].up.weight)[0], expected)
+
+
+def test_hooks_of_modules_that_are_held_unregistered_fire_once():
+    seen = []
+
+    class Holds(type(stack(1).layers[0])):
+        def __init__(self):
+            super().__init__()
+            self.extra = [nn.Linear(8, 8)]
+            self.extra[0].register_forward_hook(lambda m, args, out: seen.append(1))
+
+        def forward(self, x):
+            return super().forward(self.extra[0](x))
+
+    model = Stack(Holds())
+    rf.attach(model, rf.full())
+    model(torch.ones(4, 8)).sum().backward()
+    assert seen == [1]

@@ -14,7 +14,7 @@ from reforward import _torch
 from reforward._blocks import watching
 from reforward._errors import DryRunError
 from reforward._profile.dry import BlockCall, check_same_calls, described, inputs_of
-from reforward._runtime import Ambient
+from reforward._runtime import Ambient, accelerators
 
 
 class _Link:
@@ -37,7 +37,7 @@ class CallInputs:
         leaves, self._structure = _torch.flatten((args, kwargs))
         positions = {id(leaf): index for index, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
         wants = iter([wants for _, _, wants in call.inputs])
-        self._ambient = Ambient.capture(tuple({"cpu", *(t.device.type for t in leaves if isinstance(t, torch.Tensor))}))
+        self._ambient = Ambient.capture(accelerators([t for t in leaves if isinstance(t, torch.Tensor)]))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in positions}
         kept = {key: tensor.detach().clone() for key, tensor in given.items()}
         self._leaves = [

@@ -6,11 +6,12 @@ from reforward._runtime.checkpoint import checkpoint
 from reforward._runtime.depth import is_replaying
 from reforward._runtime.hooks import counted as counted_hooks
 from reforward._runtime.selective import families_of
-from reforward._runtime.streams import RngState
+from reforward._runtime.streams import RngState, accelerators
 
 __all__ = [
     "Ambient",
     "RngState",
+    "accelerators",
     "attach",
     "attached",
     "checkpoint",

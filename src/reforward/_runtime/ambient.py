@@ -39,8 +39,12 @@ class Ambient(NamedTuple):
     parametrizations: _torch.CachedParametrizations | None
 
     @classmethod
-    def capture(cls, device_types: tuple[str, ...]) -> Ambient:
-        """The settings now."""
+    def capture(cls, devices: tuple[torch.device, ...]) -> Ambient:
+        """The settings now, for the CPU and these devices."""
+        return cls._of_types(("cpu", *dict.fromkeys(device.type for device in devices)))
+
+    @classmethod
+    def _of_types(cls, device_types: tuple[str, ...]) -> Ambient:
         return cls(
             tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
             torch.is_autocast_cache_enabled(),
@@ -52,7 +56,7 @@ class Ambient(NamedTuple):
 
     def enter(self) -> ExitStack | None:
         """Puts these settings in force until the stack that is returned is closed; None if they are in force."""
-        now = self.capture(tuple([device for device, *_ in self.autocast]))
+        now = self._of_types(tuple([device for device, *_ in self.autocast]))
         if self == now:
             return None
         stack = ExitStack()

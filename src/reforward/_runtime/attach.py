@@ -8,7 +8,6 @@ deletes the attribute.
 from __future__ import annotations
 
 import inspect
-import io
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,12 +23,10 @@ from reforward._blocks import modules_by_path
 from reforward._errors import AttachError, InputError, PatternError, PlanError, ReplayError
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
-from reforward._runtime.call import Arguments, Call
-from reforward._runtime.fence import Fence
+from reforward._runtime.call import Arguments, new_call
 from reforward._runtime.fingerprint import Check
-from reforward._runtime.hooks import Hooks
-from reforward._runtime.module_state import Learnt, ModuleState
-from reforward._runtime.parts import Parts, leaves_in
+from reforward._runtime.module_state import Learnt
+from reforward._runtime.parts import Parts, is_iterator, leaves_in
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
@@ -130,42 +127,36 @@ class RegionForward(_Forward):
         frame = current_frame()
         if not is_open_to_regions(frame) or not self._applies():
             return self.plain(*args, **kwargs)
-        parts = Parts()
-        arguments = Arguments(parts, args, kwargs)
+        arguments = Arguments(Parts(), args, kwargs)
         modules = _torch.submodules(self.module)
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
         if not any(tensor.requires_grad for tensor in tensors) or not _LAZY.isdisjoint(map(type, tensors)):
             return self.plain(*args, **kwargs)
         run = self._open_run(arguments.leaves)
         devices = accelerators(tensors)
-        call = self._new_call(parts, arguments, modules, devices, run)
+        call = new_call(
+            self.path,
+            self.plain,
+            arguments,
+            modules,
+            devices=devices,
+            learnt=self._learnt,
+            check=self.attachment.check_of(self._learnt),
+            previous=run.outputs() if run is not None else [],
+        )
         recording = run.recording if run is not None else Recording(self.node, start=self._start, devices=devices)
         keeper = Keeper.of(recording.policy_of_next(), self.path)
         with call.watched():
             result = recording.forward(call, args, kwargs, keeper, frame)
         call.seal()
-        self._refuse_iterators(result)
-        self._keep_open(recording, result)
+        returned = leaves_in(result)
+        self._refuse_iterators(returned)
+        self._keep_open(recording, returned)
         return result
 
-    def _new_call(
-        self,
-        parts: Parts,
-        arguments: Arguments,
-        modules: list[nn.Module],
-        devices: tuple[torch.device, ...],
-        run: OpenRun | None,
-    ) -> Call:
-        hooks = Hooks.of(modules[1:])
-        state = ModuleState(self.path, modules, self._learnt, parts)
-        fence = Fence(state, devices, arguments.leaves, hooks, self._learnt)
-        previous = run.outputs() if run is not None else []
-        check = self.attachment.check_of(self._learnt)
-        return Call(self.path, self.plain, arguments, previous=previous, fence=fence, check=check, learnt=self._learnt)
-
-    def _refuse_iterators(self, result: Any) -> None:
-        for leaf in leaves_in(result):
-            if hasattr(type(leaf), "__next__") and not issubclass(type(leaf), io.IOBase):
+    def _refuse_iterators(self, returned: list[Any]) -> None:
+        for leaf in returned:
+            if is_iterator(leaf):
                 raise ReplayError(
                     f"block {self.path!r} ({type(self.module).__name__}) returns an iterator ({type(leaf).__name__}),"
                     " whose work is done after the block has returned, so it can't be computed again for backward;"
@@ -195,10 +186,10 @@ class RegionForward(_Forward):
             self._warn_of_broken_chain()
         return run
 
-    def _keep_open(self, recording: Recording, result: Any) -> None:
+    def _keep_open(self, recording: Recording, returned: list[Any]) -> None:
         next_leaf = recording.start + recording.count
         if isinstance(self.node, Run) and next_leaf < self._size:
-            self.attachment.chains.add(OpenRun(recording, next_leaf, leaves_in(result)))
+            self.attachment.chains.add(OpenRun(recording, next_leaf, returned))
 
     def _warn_of_broken_chain(self) -> None:
         if self.path not in self.attachment.warned:

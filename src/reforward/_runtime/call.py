@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,8 +14,9 @@ from reforward import _torch
 from reforward._errors import MutationError, ReplayError
 from reforward._runtime.fence import Fence
 from reforward._runtime.fingerprint import Check
-from reforward._runtime.module_state import Learnt
-from reforward._runtime.parts import Parts, Ref, Weak
+from reforward._runtime.hooks import Hooks
+from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.parts import Parts, Ref, Weak, is_iterator
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
@@ -194,7 +194,7 @@ class Call:
 
     def _refuse_iterators(self) -> None:
         for leaf in self._leaves:
-            if hasattr(type(leaf), "__next__") and not issubclass(type(leaf), io.IOBase):
+            if is_iterator(leaf):
                 raise ReplayError(
                     f"block {self.name!r} is given an iterator ({type(leaf).__name__}), which can't be read again"
                     " when the block is computed again; give it a list, or leave this block out of the plan"
@@ -230,6 +230,9 @@ class Call:
         Raises:
             MutationError: an argument, a parameter or a buffer was changed in place since the call.
         """
+        for kept in self._leaves:
+            if isinstance(kept, Kept) and not kept.intact:
+                raise self._mutated(kept, "after its forward")
         undo, made = self.fence.rewind()
         try:
             fresh: dict[Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`
@@ -255,7 +258,7 @@ class Call:
     @contextmanager
     def _warned_of_changes(self) -> Iterator[None]:
         """Warns if something beyond the reach of the fence is changed."""
-        outside = self.fence.outside()
+        outside = self.fence.snapshot_outside()
         try:
             yield
         finally:
@@ -299,3 +302,40 @@ class Call:
             held = [*tensors, *[leaf.tensor for leaf in self._leaves if isinstance(leaf, Kept)]]
             self._held = tensors, set(map(_torch.storage_key, held))
         return self._held[1]
+
+
+def new_call(
+    name: str,
+    function: Callable[..., Any],
+    arguments: Arguments,
+    modules: list[torch.nn.Module],
+    *,
+    devices: tuple[torch.device, ...],
+    learnt: Learnt,
+    check: Check,
+    previous: list[Any],
+    called_modules: int = 1,
+    contexts: Callable[[], AbstractContextManager[Any]] | None = None,
+    early_stop: bool = True,
+) -> Call:
+    """Takes down the world before a call, and the call itself.
+
+    Args:
+        modules: those that the call may reach.
+        devices: accelerators that it may draw random numbers on.
+        called_modules: how many of the first modules are called outside of the function, with their hooks.
+        others: as of `Call`.
+    """
+    state = ModuleState(name, modules, learnt, arguments.parts)
+    fence = Fence(state, devices, Hooks(state.modules[called_modules:]), learnt)
+    return Call(
+        name,
+        function,
+        arguments,
+        previous=previous,
+        fence=fence,
+        check=check,
+        learnt=learnt,
+        contexts=contexts,
+        early_stop=early_stop,
+    )

@@ -15,12 +15,10 @@ from reforward import _torch
 from reforward._errors import InputError, ReplayMismatchError
 from reforward._plan import Region
 from reforward._policy import Modules, Ops, Policy, Recompute, Save
-from reforward._runtime.call import Arguments, Call
-from reforward._runtime.fence import Fence
-from reforward._runtime.hooks import Hooks
-from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.call import Arguments, new_call
+from reforward._runtime.module_state import Learnt
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import function_places, generator_places
+from reforward._runtime.reach import function_places, generator_places, places_of
 from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
@@ -79,26 +77,26 @@ def checkpoint(
     ):
         with in_forward:
             return function(*args, **kwargs)
-    parts = Parts()
-    arguments = Arguments(parts, args, kwargs)
+    arguments = Arguments(Parts(), args, kwargs)
     given = arguments.leaves
     modules = _modules_of(function, given)
     devices = accelerators([leaf for leaf in given if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules))
     name = getattr(function, "__qualname__", type(function).__name__)
     record = _Record(in_forward, in_replay) if debug else None
     learnt = Learnt()
-    learnt.places = function_places(function)
+    learnt.seen_through = True  # it would be looked through at every call
+    learnt.places = learnt.outside = [*function_places(function), *places_of(modules)]
     learnt.generators = generator_places(learnt.places)
-    state = ModuleState(name, modules, learnt, parts)
-    fence = Fence(state, devices, given, Hooks.of(state.modules), learnt)
-    call = Call(
+    call = new_call(
         name,
         function,
         arguments,
-        previous=[],
-        fence=fence,
-        check="discrete" if determinism_check == "default" else "nothing",
+        modules,
+        devices=devices,
         learnt=learnt,
+        check="discrete" if determinism_check == "default" else "nothing",
+        previous=[],
+        called_modules=0,
         contexts=record.replay if record else lambda: in_replay,
         early_stop=early_stop,
     )

@@ -6,7 +6,7 @@ began and returns a function that undoes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,8 +28,7 @@ class Fence:
     Args:
         state: of the call's modules.
         devices: accelerators that the call may draw random numbers on.
-        given: leaves of the call's arguments; generators among them are rewound as well.
-        hooks: those inside the call, if there are any.
+        hooks: those inside the call.
         learnt: of earlier calls: which places outside of modules and arguments count.
     """
 
@@ -39,17 +38,15 @@ class Fence:
         self,
         state: ModuleState,
         devices: tuple[torch.device, ...],
-        given: Iterable[Any],
-        hooks: Hooks | None,
+        hooks: Hooks,
         learnt: Learnt,
     ):
         self._state = state
         self._learnt = learnt
         self._outside = self._look_outside(learnt)
-        reached = [*given, *map(value_at, learnt.generators)]
         self._rng = RngState.capture(devices)
-        self._ambient = Ambient.capture(("cpu", *dict.fromkeys(d.type for d in devices)))
-        self._streams = OwnStream.among([leaf for leaf in reached if not isinstance(leaf, torch.Tensor)])
+        self._ambient = Ambient.capture(devices)
+        self._streams = OwnStream.among(map(value_at, learnt.generators))
         self._hooks = hooks
 
     def _look_outside(self, learnt: Learnt) -> Outside | None:
@@ -64,18 +61,18 @@ class Fence:
         """The parameters and buffers of the modules, as they are in place now."""
         return self._state.tensors
 
-    def outside(self) -> Outside:
+    def snapshot_outside(self) -> Outside:
         """What the code of the modules refers to beside modules and arguments."""
         return Outside(self._learnt.places or [])
 
     @property
     def needs_the_end(self) -> bool:
         """Whether a replay must run to its end, for the sake of a hook."""
-        return self._hooks is not None and self._hooks.act
+        return self._hooks.act
 
     def watched(self) -> AbstractContextManager[Any]:
         """To be put around the forward."""
-        return self._hooks.watched() if self._hooks is not None else _NOTHING
+        return self._hooks.watched() if self._hooks.any else _NOTHING
 
     def seal(self) -> None:
         """To be called when the forward has ended."""
@@ -94,7 +91,7 @@ class Fence:
         """
         undo_modules, made = self._state.rewind()
         undo_outside = self._outside.rewind() if self._outside is not None else None
-        undo_hooks = self._hooks.rewind() if self._hooks is not None else None
+        undo_hooks = self._hooks.rewind()
         streams = [stream.now() for stream in self._streams]
         settings = self._ambient.enter()
         self._rng.apply()
@@ -106,8 +103,7 @@ class Fence:
                 settings.close()
             for stream in streams:
                 stream.apply()
-            if undo_hooks is not None:
-                undo_hooks()
+            undo_hooks()
             if undo_outside is not None:
                 undo_outside()
             undo_modules()

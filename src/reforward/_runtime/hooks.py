@@ -61,8 +61,12 @@ def _seen(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
         structure,
         [_torch.version(tensor) for tensor in tensors],
         RngState.capture(accelerators(tensors)),
-        Ambient.capture(("cpu", *dict.fromkeys(t.device.type for t in tensors if t.device.type != "cpu"))),
+        Ambient.capture(accelerators(tensors)),
     ]
+
+
+def _nothing() -> None:
+    """What undoes nothing."""
 
 
 def _silent(*given: Any) -> None:
@@ -77,16 +81,21 @@ class Hooks:
     """
 
     def __init__(self, modules: list[nn.Module]):
-        tables = [table for module in modules for table in _torch.hook_tables(module)] + _torch.global_hook_tables()
+        self._modules = modules
+        tables = self._all_tables() if _torch.have_hooks(modules) else []
         self._tables = [
             (hooks, options, hooks.copy(), [o.copy() for o in options]) for hooks, options in tables if hooks
         ]
         self._watched: list[dict[int, Watched]] = []
 
-    @classmethod
-    def of(cls, modules: list[nn.Module]) -> Hooks | None:
-        """The hooks of some modules and those of all modules; None if there are none."""
-        return cls(modules) if _torch.have_hooks(modules) else None
+    def _all_tables(self) -> list[tuple[_Table, tuple[_Table, ...]]]:
+        own = [table for module in self._modules for table in _torch.hook_tables(module)]
+        return own + _torch.global_hook_tables()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are hooks."""
+        return bool(self._tables)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -109,9 +118,13 @@ class Hooks:
     def rewind(self) -> Callable[[], None]:
         """Puts the hooks as the forward found them, muted those that only look; the function that is returned puts them
         as they are now."""
-        now = [(hooks, hooks.copy(), options, [o.copy() for o in options]) for hooks, options, *_ in self._tables]
+        if not self._tables and not _torch.have_hooks(self._modules):
+            return _nothing
+        now = [(hooks, hooks.copy(), options, [o.copy() for o in options]) for hooks, options in self._all_tables()]
+        for hooks, *_ in now:
+            hooks.clear()
         for (hooks, options, _, flags), watched in zip(self._tables, self._watched, strict=True):
-            _refill(hooks, {key: hook.hook if hook.acted else _silent for key, hook in watched.items()})
+            hooks.update((key, hook.hook if hook.acted else _silent) for key, hook in watched.items())
             for option, flag in zip(options, flags, strict=True):
                 _refill(option, flag)
 

@@ -22,7 +22,8 @@ from reforward._runtime.parts import IMMUTABLE, Parts, Ref
 from reforward._runtime.reach import Place
 from reforward._runtime.streams import OwnStream
 
-# Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write.
+# Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write,
+# and all in a module's first forward in training and in evaluation.
 _SMALL_BUFFER_BYTES = 64 * 1024
 # What nn.Module itself keeps, and a forward put on the instance: parameters, buffers and submodules are dealt with one
 # by one, hooks and code aren't state.
@@ -44,19 +45,31 @@ class Learnt:
         written: tensors that a forward wrote, by index of the module and name.
         proven: a replay was seen to compute the very values of its forward.
         adds_gradients: a forward ran a backward of its own.
+        seen_through: the graph of a forward was looked through for these:
         uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
         places: what its code refers to; None: not looked yet. Then, of these:
         generators: those that hold generators.
         outside: those that a forward changed.
     """
 
-    __slots__ = ("adds_gradients", "generators", "outside", "places", "proven", "seen", "uses_contexts", "written")
+    __slots__ = (
+        "adds_gradients",
+        "generators",
+        "outside",
+        "places",
+        "proven",
+        "seen",
+        "seen_through",
+        "uses_contexts",
+        "written",
+    )
 
     def __init__(self):
         self.seen: set[tuple[int, bool]] = set()
         self.written: set[tuple[Any, ...]] = set()
         self.proven = False
         self.adds_gradients = False
+        self.seen_through = False
         self.uses_contexts = False
         self.places: list[Place] | None = None
         self.generators: list[Place] = []
@@ -84,8 +97,8 @@ class _HeldTensor:
         self.name = key[1]
         self.tensor = tensor
         self.version = _torch.version(tensor)
-        small = tensor.layout is torch.strided and (not known or tensor.nbytes <= _SMALL_BUFFER_BYTES)
-        self.copy = tensor.detach().clone() if small else None
+        copied = tensor.layout is torch.strided and (not known or tensor.nbytes <= _SMALL_BUFFER_BYTES)
+        self.copy = tensor.detach().clone() if copied else None
 
     def written(self) -> bool:
         """Whether it was written. Batch norm's kernel writes its running statistics without counting it as a write."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import enum
 import functools
+import io
 import sys
 import types
 import weakref
@@ -294,8 +295,10 @@ class Parts:
             return met[ref] is value
         met[ref] = value
         if ref >= 0:
-            leaf = self.leaf(ref)
-            return leaf is value or (type(leaf) in IMMUTABLE and type(leaf) is type(value) and leaf == value)
+            leaf = self.leaves[ref]
+            if type(leaf) is Weak:
+                return value is not None and leaf() is value
+            return leaf is value or _equal(leaf, value)
         node = self._nodes[~ref]
         assert node is not None
         if type(value) is not node.cls:
@@ -352,3 +355,8 @@ def leaves_in(value: Any) -> list[Any]:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two values that can't change are the same."""
     return type(one) is type(other) and type(one) in IMMUTABLE and one == other
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value can be read once only. Files, which one writes to, don't count."""
+    return hasattr(type(value), "__next__") and not issubclass(type(value), io.IOBase)

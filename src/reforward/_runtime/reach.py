@@ -13,6 +13,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -20,27 +21,35 @@ from reforward._runtime.parts import Parts, Ref
 from reforward._runtime.streams import OwnStream
 
 _MOST_PLACES = 500
-_STATE = frozenset({int, float, list, dict, set, deque, Counter, OrderedDict, defaultdict})
+_STATE = frozenset({bool, int, float, str, list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 #: Where a name of a function lives: the dict of globals and the name, or the cell.
 Place = tuple[dict[str, Any], str] | types.CellType
 
 
+_SYSTEM = ("torch", "builtins")
+
+
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where the values live that the code of some modules' classes may use, forward's first."""
-    classes = dict.fromkeys(map(type, modules))
-    # Looked up without calling: the forward of a scripted module's class is a descriptor that fails without a module.
-    functions = [inspect.getattr_static(cls, "forward") for cls in classes]
-    own = [base for cls in classes for base in cls.__mro__ if base.__module__.partition(".")[0] not in _SYSTEM]
-    return _places(functions + [value for base in dict.fromkeys(own) for value in vars(base).values()])
+    """Where the values live that the code of some modules' classes may use."""
+    return [place for cls in dict.fromkeys(map(type, modules)) for place in _places_of_class(cls)]
+
+
+def _places_of_class(cls: type) -> list[Place]:
+    if cls not in _by_class:
+        # Not asked for by its name: the one of a scripted module's class is a descriptor that fails without a module.
+        forward = inspect.getattr_static(cls, "forward")
+        own = [base for base in cls.__mro__ if (base.__module__ or "").partition(".")[0] not in _SYSTEM]
+        _by_class[cls] = _places([forward, *[value for base in own for value in vars(base).values()]])
+    return _by_class[cls]
+
+
+_by_class: WeakKeyDictionary[type, list[Place]] = WeakKeyDictionary()
 
 
 def function_places(function: Any) -> list[Place]:
     """Where the values live that a function may use."""
     return _places([function])
-
-
-_SYSTEM = ("torch", "builtins")
 
 
 def generator_places(places: Iterable[Place]) -> list[Place]:
@@ -92,7 +101,7 @@ def _places(functions: Iterable[Any]) -> list[Place]:
     queue, seen = list(functions), set[int]()
     while queue and len(found) < _MOST_PLACES:
         plain = _plain_function(queue.pop(0))
-        if plain is None or id(plain.__code__) in seen or plain.__module__.partition(".")[0] in _SYSTEM:
+        if plain is None or id(plain.__code__) in seen or (plain.__module__ or "").partition(".")[0] in _SYSTEM:
             continue
         seen.add(id(plain.__code__))
         names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
