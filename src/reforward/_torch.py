@@ -418,3 +418,11 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     """
     children = module._modules
     return children if type(children) is dict else {}
+
+
+def any_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Whether any of some modules was compiled in place.
+
+    Checked on 2.13.0: `Module.compile` leaves its result here.
+    """
+    return any(module._compiled_call_impl is not None for module in modules)

@@ -635,3 +635,29 @@ def test_generated_code_has_the_gradients_of_the_plain_generated_code():
             if isinstance(value, Tensor):
                 scale = max(1.0, float(value.abs().max()))
                 torch.testing.assert_close(found[name] / scale, value / scale, rtol=0, atol=1e-6)
+
+
+def test_a_compiled_submodule_inside_a_block_saves_through_hooks_that_are_not_traced():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    model = nn.Sequential(Inside(), Inside())
+    for block in model:
+        block.mlp.compile(backend="aot_eager")
+    x = torch.randn(4, 8)
+
+    def gradients():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    rf.attach(model, {"0": rf.Recompute(), "1": rf.Recompute()})
+    for _ in range(3):
+        assert all(map(torch.equal, expected, gradients()))

@@ -142,6 +142,7 @@ class Call:
         early_stop: whether a replay may end after the last tensor that is needed.
         check: what of a replay is compared with the forward.
         learnt: is told when a replay was seen to compute the same values.
+        compiled: whether modules inside it are.
     """
 
     __slots__ = (
@@ -149,6 +150,7 @@ class Call:
         "_held",
         "_leaves",
         "check",
+        "compiled",
         "contexts",
         "early_stop",
         "fence",
@@ -169,6 +171,7 @@ class Call:
         learnt: Learnt,
         contexts: Callable[[], AbstractContextManager[Any]] | None = None,
         early_stop: bool = True,
+        compiled: bool = False,
     ):
         self.name = name
         self.function = function
@@ -177,6 +180,7 @@ class Call:
         self.early_stop = early_stop
         self.check: Check = check
         self.learnt = learnt
+        self.compiled = compiled
         self._arguments = arguments
         self._held: tuple[list[torch.Tensor], set[int]] | None = None
         positions = {id(leaf): i for i, leaf in enumerate(previous) if isinstance(leaf, torch.Tensor)}
@@ -338,4 +342,5 @@ def new_call(
         learnt=learnt,
         contexts=contexts,
         early_stop=early_stop,
+        compiled=_torch.any_compiled(state.modules),
     )

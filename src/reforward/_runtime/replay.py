@@ -143,18 +143,19 @@ def _unpack(held: Holder | torch.Tensor) -> torch.Tensor:
     return held.get() if isinstance(held, Holder) else held
 
 
-def _pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
-    frame = _local.frame
-    assert frame is not None
-    return frame.pack(tensor)
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, so that the compiler doesn't trace it where compiled code in a block saves a tensor."""
+    return torch.compiler.disable(function)
 
 
 @cache
-def _hooks(compiler_loaded: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The hooks on saved tensors. A compiler that is loaded is told not to trace them when it meets them in a block."""
-    if compiler_loaded:
-        return torch.compiler.disable(_pack), torch.compiler.disable(_unpack)
-    return _pack, _unpack
+def _untraced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _untraced(function)
+
+
+def _out_of_sight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; untraced, if the compiler is loaded."""
+    return _untraced_once(function) if "torch._dynamo" in sys.modules else function
 
 
 class _Slot(NamedTuple):
@@ -396,7 +397,8 @@ class _Frame:
         outer, _local.frame = _local.frame, self  # pyright: ignore[reportAttributeAccessIssue]
         self.look()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*_hooks("torch._dynamo" in sys.modules)):
+            pack, unpack = (_untraced(self.pack), _untraced(_unpack)) if self.call.compiled else (self.pack, _unpack)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 if self.keeper is None:
                     return self.call.function(*args, **kwargs)
                 with self.selection(self.keeper):
@@ -434,6 +436,7 @@ class Recorder(_Frame):
         self._versions: list[tuple[weakref.ref[Holder], torch.Tensor, int]] = []
         self._watches = call.check == "values" and not _torch.in_fake_mode()
         self._compares_discrete = call.check == "discrete"
+        self._fingerprint, self._counter_of = _out_of_sight(fingerprint), _out_of_sight(_torch.counter_of)
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:
@@ -442,10 +445,10 @@ class Recorder(_Frame):
             holder = Holder(self.call.name, self._recording)
             reference = weakref.ref(holder)
             compared = self._watches or (self._compares_discrete and not tensor.is_floating_point())
-            mark = fingerprint(tensor) if compared and is_compared(tensor, self.call.check) else None
+            mark = self._fingerprint(tensor) if compared and is_compared(tensor, self.call.check) else None
             self._slots.append(_Slot(reference, tensor.shape, tensor.dtype, mark))
             if self._watches:
-                self._versions.append((reference, _torch.counter_of(tensor), _torch.version(tensor)))
+                self._versions.append((reference, self._counter_of(tensor), _torch.version(tensor)))
         if self._sink is not None:
             self._pass_on(self._sink, tensor, holder)
         return holder
@@ -517,7 +520,7 @@ class Filler(_Frame):
                 f" forward saved {tuple(slot.shape)} ({slot.dtype}){_shown(_line())}"
             )
         if slot.print is not None:
-            self._compare(slot, fingerprint(tensor))
+            self._compare(slot, _out_of_sight(fingerprint)(tensor))
         holder = slot.holder()
         if holder is not None and inner is not None:
             holder.inner = inner
