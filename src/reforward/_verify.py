@@ -308,7 +308,7 @@ def _plain(parts: Sequence[_Part]) -> Digests:
 
 def _as_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().requires_grad_(leaf.is_floating_point())
+        return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     return leaf
 
 
