@@ -126,11 +126,14 @@ def test_modules_that_come_as_arguments_or_behind_methods_are_part_of_the_block(
     def given(self, x, norm):
         return torch.tanh(norm(self.l(x)))
 
+    def inside(self, x, box):
+        return torch.tanh(box.norms["one"](self.l(x)))
+
     def behind(self, x):
         return torch.tanh(self.call(self.l(x)))
 
-    for give in (lambda: (nn.BatchNorm1d(8),), lambda: (SimpleNamespace(n=nn.BatchNorm1d(8)).n,)):
-        check(given, steps_input=give)
+    check(given, steps_input=lambda: (nn.BatchNorm1d(8),))
+    check(inside, steps_input=lambda: (SimpleNamespace(norms={"one": nn.BatchNorm1d(8)}),))
 
     def statistics(plan):
         model, loss = same.built(build(behind, lambda b: b.__dict__.update(call=nn.BatchNorm1d(8).forward)))

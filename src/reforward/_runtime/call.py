@@ -5,22 +5,20 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
-from reforward._runtime.fence import Fence
+from reforward._runtime.fence import NO_CONTEXT, Fence
 from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
 from reforward._runtime.module_state import Learnt, ModuleState
 from reforward._runtime.parts import Parts, Ref, Weak, is_iterator
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
-
-_NO_CONTEXT = nullcontext()
 
 
 class Arguments:
@@ -138,7 +136,7 @@ class Call:
         arguments: what it is called with.
         previous: leaves of the output of the call before, if this one belongs to the same run.
         fence: the world before the call.
-        contexts: further contexts for the replay.
+        in_replay: makes a further context for the replay.
         early_stop: whether a replay may end after the last tensor that is needed.
         check: what of a replay is compared with the forward.
         learnt: is told when a replay was seen to compute the same values.
@@ -151,10 +149,10 @@ class Call:
         "_leaves",
         "check",
         "compiled",
-        "contexts",
         "early_stop",
         "fence",
         "function",
+        "in_replay",
         "learnt",
         "name",
     )
@@ -169,14 +167,14 @@ class Call:
         fence: Fence,
         check: Check,
         learnt: Learnt,
-        contexts: Callable[[], AbstractContextManager[Any]] | None = None,
+        in_replay: Callable[[], AbstractContextManager[Any]] = lambda: NO_CONTEXT,
         early_stop: bool = True,
         compiled: bool = False,
     ):
         self.name = name
         self.function = function
         self.fence = fence
-        self.contexts = contexts
+        self.in_replay = in_replay
         self.early_stop = early_stop
         self.check: Check = check
         self.learnt = learnt
@@ -257,7 +255,7 @@ class Call:
 
     def watched_again(self) -> AbstractContextManager[Any]:
         """To be put around a replay."""
-        return self._warned_of_changes() if self.check == "values" else _NO_CONTEXT
+        return self._warned_of_changes() if self.check == "values" else NO_CONTEXT
 
     @contextmanager
     def _warned_of_changes(self) -> Iterator[None]:
@@ -319,7 +317,7 @@ def new_call(
     check: Check,
     previous: list[Any],
     called_modules: int = 1,
-    contexts: Callable[[], AbstractContextManager[Any]] | None = None,
+    in_replay: Callable[[], AbstractContextManager[Any]] = lambda: NO_CONTEXT,
     early_stop: bool = True,
 ) -> Call:
     """Takes down the world before a call, and the call itself.
@@ -340,7 +338,7 @@ def new_call(
         fence=fence,
         check=check,
         learnt=learnt,
-        contexts=contexts,
+        in_replay=in_replay,
         early_stop=early_stop,
         compiled=_torch.any_compiled(state.modules),
     )

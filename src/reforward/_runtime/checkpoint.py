@@ -97,7 +97,7 @@ def checkpoint(
         check="discrete" if determinism_check == "default" else "nothing",
         previous=[],
         called_modules=0,
-        contexts=record.replay if record else lambda: in_replay,
+        in_replay=record.replay if record else lambda: in_replay,
         early_stop=early_stop,
     )
     recording = Recording(Region(path=name, policy=policy), devices=devices)

@@ -17,12 +17,7 @@ from reforward import _torch
 from reforward._errors import ReplayMismatchError
 from reforward._runtime.parts import IMMUTABLE, Parts, leaves_in
 
-
-class _Taken:
-    """In an attribute's place until the replay has it."""
-
-
-_TAKEN = _Taken()
+_TAKEN = object()  # in an attribute's place until the replay has it
 
 
 class Contexts:
@@ -47,7 +42,7 @@ class Contexts:
         self.empty()
 
     @property
-    def take_something(self) -> bool:
+    def any_taken(self) -> bool:
         """Whether there is anything to bring back."""
         return any(names for _, names in self._places)
 

@@ -19,7 +19,7 @@ from reforward._runtime.parts import Ref
 from reforward._runtime.reach import Outside, generator_places, places_of, value_at
 from reforward._runtime.streams import OwnStream, RngState
 
-_NOTHING = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
 class Fence:
@@ -72,7 +72,7 @@ class Fence:
 
     def watched(self) -> AbstractContextManager[Any]:
         """To be put around the forward."""
-        return self._hooks.watched() if self._hooks.any else _NOTHING
+        return self._hooks.watched() if self._hooks.any else NO_CONTEXT
 
     def seal(self) -> None:
         """To be called when the forward has ended."""

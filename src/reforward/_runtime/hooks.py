@@ -1,8 +1,9 @@
 """Forward hooks of the modules inside a block: which of them run again in a replay.
 
-A hook is replayed if, in forward, it returned a value or changed its module's parameters or attributes: FSDP, weight
-norm and pruning work through such hooks. A hook that only looked is muted, so it fires once per step. A replay finds
-the hooks that the forward found, also if some were added or removed since.
+A hook is replayed if, in forward, it did more than look: returned a value, wrote to what it was given or to its module,
+drew random numbers, changed settings. FSDP, weight norm and pruning work through such hooks. One that only looked is
+muted, so it fires once per step. A replay finds the hooks that the forward found, also if some were added or removed
+since.
 """
 
 from __future__ import annotations

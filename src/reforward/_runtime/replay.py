@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_NO_CONTEXT = nullcontext()
 # A replay exchanges what modules hold and sets the global streams: two threads can't do that at once.
 _one_at_a_time = threading.RLock()
 
@@ -241,7 +240,7 @@ class Recording:
         if replayed_whole and (call.learnt.uses_contexts or not call.learnt.seen_through):
             contexts = Contexts(call.name, result, start, call.held_storages(), self.replay)
             call.learnt.seen_through = True
-            if contexts.take_something:
+            if contexts.any_taken:
                 made.contexts, call.learnt.uses_contexts = contexts, True
         return result
 
@@ -318,7 +317,7 @@ class Recording:
                 index += 1
 
     def _make_again(self, call: Call, previous: list[Any], filler: Filler, nested: Recording | None) -> Any:
-        with call.watched_again(), call.contexts() if call.contexts is not None else _NO_CONTEXT:
+        with call.watched_again(), call.in_replay():
             if nested is not None:
                 return nested.forward_again(call, previous, Keeper.of(nested.policy_of_next(), call.name), filler)
             args, kwargs, undo = call.begin_again(previous)

@@ -1,4 +1,4 @@
-"""Random streams: torch's generators, Python's `random`, numpy's legacy generator, and generators that modules own.
+"""Random streams: torch's generators, Python's `random`, numpy's legacy generator, and generator objects.
 
 States are values. They are captured at every call of a region, so capturing is cheap and an unchanged part is stored
 once.
