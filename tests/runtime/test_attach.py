@@ -269,3 +269,18 @@ def test_transforms_of_torch_func_run_the_blocks_plainly(plan):
 
     expected, found = results(False), results(True)
     assert same.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        rf.detach,
+        lambda model: rf.suspended(model).__enter__(),
+        lambda model: rf.attached(model, rf.full()).__enter__(),
+        lambda model: rf.attach(model, rf.full()),
+    ],
+    ids=["detach", "suspended", "attached", "attach"],
+)
+def test_what_is_no_model_is_refused(use):
+    with pytest.raises(rf.InputError, match=r"the model must be a torch\.nn\.Module, not None"):
+        use(None)

@@ -241,3 +241,8 @@ def test_compiles_without_a_graph_break(policy):
     torch.compiler.reset()
     for gradient, parameter in zip(expected, block.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(rf.InputError, match="calls a function or module, not 3"):
+        rf.checkpoint(3)

@@ -31,7 +31,7 @@ from reforward._runtime.replay import Recording, current_frame, is_open_to_regio
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
-from reforward._techniques import resolve_plan
+from reforward._techniques import check_model, resolve_plan
 
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 
@@ -264,7 +264,12 @@ def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
 
 
 def detach(model: nn.Module) -> None:
-    """Takes the plan off a model and leaves it as it was; does nothing if there is none."""
+    """Takes the plan off a model and leaves it as it was; does nothing if there is none.
+
+    Raises:
+        InputError: what is given isn't a model.
+    """
+    check_model(model)
     for module in model.modules():
         for name in _ours(module):
             if name == "forward":
@@ -282,6 +287,7 @@ def _ours(module: nn.Module) -> dict[str, Any]:
 def attached(model: nn.Module, what: Any, *, check: When = "first") -> Iterator[Plan]:
     """A plan on a model for the duration of a `with` block, as `attach` puts it on; what was on it comes back as it
     was, suspended or not."""
+    check_model(model)
     before = [(module, _ours(module)) for module in model.modules()]
     plan = attach(model, what, check=check)
     try:
@@ -295,6 +301,7 @@ def attached(model: nn.Module, what: Any, *, check: When = "first") -> Iterator[
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[None]:
     """Plain forwards inside the `with` block; what was recorded before can still be replayed."""
+    check_model(model)
     attachments = _attachments(model)
     before = [a.active for a in attachments]
     for attachment in attachments:

@@ -61,6 +61,8 @@ def checkpoint(
         ReplayError: in backward, where the replay can't be exact.
     """
     del use_reentrant, preserve_rng_state
+    if not callable(function):
+        raise InputError(f"rf.checkpoint calls a function or module, not {function!r}")
     if determinism_check not in ("default", "none"):
         raise InputError(f"determinism_check must be 'default' or 'none', not {determinism_check!r}")
     if torch.compiler.is_compiling():
