@@ -233,8 +233,8 @@ class Call:
             MutationError: an argument, a parameter or a buffer was changed in place since the call.
         """
         for kept in self._leaves:
-            if isinstance(kept, Kept) and not kept.intact:
-                raise self._mutated(kept, "after its forward")
+            if isinstance(kept, Kept):
+                self._expect_intact(kept)
         undo, made = self.fence.rewind()
         try:
             fresh: dict[Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`
@@ -243,7 +243,7 @@ class Call:
                 kept = self._leaves[ref]
                 if isinstance(kept, Kept):
                     if kept not in fresh:
-                        fresh[kept] = self._fresh(kept)
+                        fresh[kept] = kept.fresh()
                     return fresh[kept]
                 # The output before isn't cut off: the block may overwrite it, as it did in forward.
                 return previous[kept.index] if isinstance(kept, _Previous) else kept
@@ -283,12 +283,14 @@ class Call:
         Raises:
             MutationError: a tensor was changed in place since.
         """
-        return [self._fresh(kept) if kept is not None else None for kept in entry]
+        for kept in entry:
+            if kept is not None:
+                self._expect_intact(kept)
+        return [kept and kept.fresh() for kept in entry]
 
-    def _fresh(self, kept: Kept) -> torch.Tensor:
+    def _expect_intact(self, kept: Kept) -> None:
         if not kept.intact:
             raise self._mutated(kept, "after its forward")
-        return kept.fresh()
 
     def _mutated(self, leaf: Kept, when: str) -> MutationError:
         return MutationError(
