@@ -16,7 +16,7 @@ import reforward as rf
 from reforward._profile import dry_run
 from reforward._runtime import hooks, replay
 from reforward._runtime.fence import Fence
-from reforward._runtime.streams import RngState
+from reforward._runtime.streams import Bookmark
 from reforward._techniques import none, resolve_plan
 from reforward._verify import Proof, verify_regions
 from untouched import fingerprint
@@ -203,11 +203,11 @@ def test_a_hook_that_fires_again_is_a_difference(monkeypatch: Any) -> None:
 
 
 def test_streams_that_a_replay_leaves_elsewhere(monkeypatch: Any) -> None:
-    class Forgetful(RngState):
-        def apply(self) -> None:
+    class Forgetful(Bookmark):
+        def go_back(self) -> None:
             """Leaves the streams where they are."""
 
-    monkeypatch.setattr(replay, "RngState", Forgetful)
+    monkeypatch.setattr(replay, "Bookmark", Forgetful)
     differences = rf.verify(*faulty(), rf.full()).differences
     assert "RNG state torch CPU" in differences
 

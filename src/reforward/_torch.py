@@ -92,7 +92,8 @@ def submodules(module: nn.Module) -> list[nn.Module]:
         current = stack.pop()
         if current not in seen:
             seen[current] = None
-            stack.extend(child for child in current._modules.values() if child is not None)
+            if current._modules:
+                stack += [child for child in current._modules.values() if child is not None]
     return list(seen)
 
 
@@ -111,23 +112,21 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def in_backward() -> bool:
-    """Whether a backward pass is running in this thread.
+def backward_pass() -> int | None:
+    """The number of the backward pass that is running in this thread; None outside of one.
 
     Checked on 2.13.0: the engine numbers its passes; -1 means none.
     """
-    return torch._C._current_graph_task_id() != -1
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Calls back when the running backward pass ends; False (and nothing is queued) outside of one.
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the running backward pass ends.
 
     Checked on 2.13.0: DDP and FSDP2 queue their final callbacks the same way.
     """
-    if not in_backward():
-        return False
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
-    return True
 
 
 # --- used by _measure -------------------------------------------------------------------------------------------------
@@ -251,6 +250,19 @@ def live_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[
     if isinstance(module, torch.jit.ScriptModule):
         return {}, dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     return module.__dict__, module._parameters, module._buffers
+
+
+#: Settings of the whole process that a replay needs. Read before and after every block call, so without the Python
+#: functions around them; checked on 2.13.0, where those do nothing else.
+attention_switches: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._get_mem_efficient_sdp_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._get_math_sdp_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._get_cudnn_sdp_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+)
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+warns_of_nondeterminism: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 
 
 def in_transform() -> bool:

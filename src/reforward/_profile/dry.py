@@ -290,7 +290,7 @@ class _Operations(_torch.TorchDispatchMode):
         self.in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_backward = _torch.in_backward()
+        in_backward = _torch.backward_pass() is not None
         self.in_backward = self.in_backward or in_backward
         if func is _aten.add.Tensor and in_backward and not kwargs and not torch.is_grad_enabled():
             func, args = _sum(*args)

@@ -33,7 +33,7 @@ class Ambient(NamedTuple):
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
-    attention: tuple[bool, bool, bool, bool]
+    attention: tuple[bool, ...]
     numerics: tuple[Any, ...]
     modes: tuple[Any, ...]
     parametrizations: _torch.CachedParametrizations | None
@@ -41,22 +41,22 @@ class Ambient(NamedTuple):
     @classmethod
     def capture(cls, devices: tuple[torch.device, ...]) -> Ambient:
         """The settings now, for the CPU and these devices."""
-        return cls._of_types(("cpu", *dict.fromkeys(device.type for device in devices)))
+        return cls._of_types(("cpu", *dict.fromkeys([device.type for device in devices])) if devices else ("cpu",))
 
     @classmethod
     def _of_types(cls, device_types: tuple[str, ...]) -> Ambient:
         return cls(
             tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
             torch.is_autocast_cache_enabled(),
-            _attention_backends(),
-            tuple([read() for read, _ in _NUMERICS]),
+            tuple([read() for read in _torch.attention_switches]),
+            tuple([read() for read in _READ_NUMERICS]),
             _torch.function_modes(),
             _torch.CachedParametrizations.now(),
         )
 
     def enter(self) -> ExitStack | None:
         """Puts these settings in force until the stack that is returned is closed; None if they are in force."""
-        now = self._of_types(tuple([device for device, *_ in self.autocast]))
+        now = self._of_types(tuple([device[0] for device in self.autocast]))
         if self == now:
             return None
         stack = ExitStack()
@@ -75,29 +75,20 @@ class Ambient(NamedTuple):
         return stack
 
 
-def _attention_backends() -> tuple[bool, bool, bool, bool]:
-    """Which of `_BACKENDS` are allowed; the switches live under `cuda` and hold for every device."""
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+def _set_deterministic(on: bool) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=_torch.warns_of_nondeterminism())
 
 
-def _determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_determinism(state: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+def _set_warn_only(on: bool) -> None:
+    torch.use_deterministic_algorithms(_torch.is_deterministic(), warn_only=on)
 
 
 # Settings of the whole process: how each is read and written.
 _NUMERICS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_determinism, _set_determinism),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_torch.is_deterministic, _set_deterministic),
+    (_torch.warns_of_nondeterminism, _set_warn_only),
+    (_torch.matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
 )
+_READ_NUMERICS = [read for read, _ in _NUMERICS]

@@ -8,6 +8,7 @@ deletes the attribute.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 from reforward._techniques import check_model, resolve_plan
 
+_requires_grad = operator.attrgetter("requires_grad")
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 
 #: When replays are compared with their forwards, value by value.
@@ -130,7 +132,7 @@ class RegionForward(_Forward):
         arguments = Arguments(Parts(), args, kwargs)
         modules = _torch.submodules(self.module)
         tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)] + _torch.parameters_of(modules)
-        if not any(tensor.requires_grad for tensor in tensors) or not _LAZY.isdisjoint(map(type, tensors)):
+        if not any(map(_requires_grad, tensors)) or not _LAZY.isdisjoint(map(type, tensors)):
             return self.plain(*args, **kwargs)
         run = self._open_run(arguments.leaves)
         devices = accelerators(tensors)

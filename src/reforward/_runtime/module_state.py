@@ -172,14 +172,15 @@ class ModuleState:
     def _look_at(self, index: int, module: nn.Module) -> None:
         attributes, parameters, buffers = _torch.live_state(module)
         first = len(self._held)
-        self._homes.append((attributes, attributes.copy()))
+        homes = self._homes
+        homes.append((attributes, attributes.copy()))
         if children := _torch.children_of(module):
-            self._homes.append((children, children.copy()))
+            homes.append((children, children.copy()))
         if parameters:
-            self._homes.append((parameters, parameters.copy()))
+            homes.append((parameters, parameters.copy()))
             self._parameters += [(p, _torch.version(p), p.requires_grad) for p in parameters.values() if p is not None]
         if buffers:
-            self._homes.append((buffers, buffers.copy()))
+            homes.append((buffers, buffers.copy()))
             for key, buffer in buffers.items():
                 if buffer is not None:
                     self._held.append(self._hold(buffers, (index, key), buffer, module))
@@ -187,7 +188,7 @@ class ModuleState:
             kind = type(value := attributes[key])
             if kind not in IMMUTABLE and not (kind is tuple and IMMUTABLE.issuperset(map(type, value))):
                 self._add_attribute(attributes, (index, key), value, module)
-        if isinstance(module, torch.jit.ScriptModule):
+        if len(self._held) > first and isinstance(module, torch.jit.ScriptModule):
             self._scripted += self._held[first:]
         self._learnt.seen.add((index, module.training))
 
@@ -264,36 +265,33 @@ class ModuleState:
         self._check_unchanged()
         now = [(home, home.copy()) for home, _ in self._homes]
         tensors, streams = self.tensors, [stream.now() for stream in self._streams]
-        wanting = [(p, p.requires_grad) for p, *_, wanted in self._parameters if p.requires_grad is not wanted]
+        switched = [(p, wanted) for p, _, wanted in self._parameters if p.requires_grad is not wanted]
         gradients = [(p, p.grad) for p, *_ in self._parameters if p.is_leaf] if self._learnt.adds_gradients else []
 
         def undo() -> None:
-            for home, contents in now:
-                _restore(home, contents)
+            _restore(now)
             for stream in streams:
                 stream.apply()
-            for parameter, wants in wanting:
-                parameter.requires_grad_(wants)
+            for parameter, wanted in switched:
+                parameter.requires_grad_(not wanted)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             self.tensors = tensors
 
         try:
+            for parameter, wanted in switched:
+                parameter.requires_grad_(wanted)
+            for parameter, _ in gradients:
+                parameter.grad = None  # a backward inside the block has had its effect
             return undo, self._show()
         except BaseException:
             undo()
             raise
 
     def _show(self) -> dict[Ref, Any]:
-        for home, before in self._homes:
-            _restore(home, before)
+        _restore(self._homes)
         for stream in self._streams:
             stream.apply()
-        for parameter, _, wanted in self._parameters:
-            if parameter.requires_grad is not wanted:
-                parameter.requires_grad_(wanted)
-            if self._learnt.adds_gradients and parameter.is_leaf:
-                parameter.grad = None  # a backward inside the block has had its effect
         return self._show_values()
 
     def _show_values(self) -> dict[Ref, Any]:
@@ -347,8 +345,9 @@ def _same_values(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
     return torch.equal(tensor, copied) or bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
 
 
-def _restore(home: dict[str, Any], wanted: dict[str, Any]) -> None:
-    home.update(wanted)  # quicker than to look what differs
-    if len(home) != len(wanted):
-        for key in home.keys() - wanted.keys():
-            del home[key]
+def _restore(homes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for home, wanted in homes:
+        home.update(wanted)  # quicker than to look what differs
+        if len(home) != len(wanted):
+            for key in home.keys() - wanted.keys():
+                del home[key]

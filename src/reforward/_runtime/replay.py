@@ -20,10 +20,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -37,7 +37,7 @@ from reforward._runtime.depth import depth
 from reforward._runtime.fingerprint import Print, fingerprint, is_compared
 from reforward._runtime.parts import leaves_in
 from reforward._runtime.selective import Keeper
-from reforward._runtime.streams import RngState
+from reforward._runtime.streams import Bookmark
 
 
 class _Done(BaseException):
@@ -46,7 +46,12 @@ class _Done(BaseException):
 
 
 class _Local(threading.local):
+    """What is going on in this thread: the block call that runs, and the recordings that the backward pass that runs
+    has replayed."""
+
     frame: Recorder | Filler | None = None
+    backward: int | None = None
+    replayed: list[weakref.ref[Recording]]
 
 
 _local = _Local()
@@ -157,14 +162,15 @@ def _out_of_sight(function: Callable[..., Any]) -> Callable[..., Any]:
     return _untraced_once(function) if "torch._dynamo" in sys.modules else function
 
 
-class _Slot(NamedTuple):
-    """A holder, and what is known of the tensor that it stands for.
+class _Slot(weakref.ref[Holder]):
+    """A holder, held weakly, and what is known of the tensor that it stands for.
 
     Attributes:
         print: its fingerprint, if its values are compared.
     """
 
-    holder: weakref.ref[Holder]
+    __slots__ = ("dtype", "print", "shape")
+
     shape: torch.Size
     dtype: torch.dtype
     print: Print | None
@@ -188,7 +194,7 @@ class _Made:
     def last_needed(self) -> int | None:
         """The position of the last holder that is still alive; None if nothing of the call is needed."""
         for position in range(len(self.slots) - 1, -1, -1):
-            if self.slots[position].holder() is not None:
+            if self.slots[position]() is not None:
                 return position
         return 0 if self.contexts is not None and self.contexts.alive else None
 
@@ -268,7 +274,7 @@ class Recording:
         if stop is None:
             return
         with _one_at_a_time:
-            now = RngState.capture(self._devices, share=False)
+            now = Bookmark(self._devices)
             depth.count += 1
             try:
                 with torch.enable_grad():
@@ -277,9 +283,8 @@ class Recording:
                 pass
             finally:
                 depth.count -= 1
-                now.apply()
-        reference: weakref.ref[Recording] = weakref.ref(self)
-        _torch.at_end_of_backward(lambda: _release(reference))
+                now.go_back()
+        _release_at_end_of_backward(self)
 
     def _last_needed(self) -> tuple[int, int] | None:
         for index in range(self.count - 1, -1, -1):
@@ -335,17 +340,28 @@ class Recording:
         """Empties the holders that outlive a backward pass (retain_graph), so that memory is as before it."""
         for made in self._made:
             for slot in made.slots:
-                holder = slot.holder()
+                holder = slot()
                 if holder is not None:
                     holder.value = holder.inner = None
             if made.contexts is not None:
                 made.contexts.empty()
 
 
-def _release(reference: weakref.ref[Recording]) -> None:
-    recording = reference()
-    if recording is not None:
-        recording.release()
+def _release_at_end_of_backward(recording: Recording) -> None:
+    number = _torch.backward_pass()
+    if number is None:
+        return
+    if number != _local.backward:
+        _local.backward, _local.replayed = number, []
+        _torch.at_end_of_backward(partial(_release, _local.replayed))
+    _local.replayed.append(weakref.ref(recording))
+
+
+def _release(replayed: list[weakref.ref[Recording]]) -> None:
+    for reference in replayed:
+        recording = reference()
+        if recording is not None:
+            recording.release()
 
 
 def _saves(node: Node) -> bool:
@@ -385,7 +401,8 @@ class _Frame:
 
     def look(self) -> None:
         """Notes which storages live anyway. Not done earlier than the call begins: a replay exchanges buffers."""
-        self._held = self.call.held_storages() | self._entry
+        held = self.call.held_storages()
+        self._held = held | self._entry if self._entry else held
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory lives anyway, so that it needn't be replaced."""
@@ -432,22 +449,24 @@ class Recorder(_Frame):
         self._slots = slots
         self._sink = sink
         # Of each holder, the version that its tensor had when it was saved, while the block isn't proven.
-        self._versions: list[tuple[weakref.ref[Holder], torch.Tensor, int]] = []
+        self._versions: list[tuple[_Slot, torch.Tensor, int]] = []
         self._watches = call.check == "values" and not _torch.in_fake_mode()
         self._compares_discrete = call.check == "discrete"
-        self._fingerprint, self._counter_of = _out_of_sight(fingerprint), _out_of_sight(_torch.counter_of)
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:
-            holder = Holder(self.call.name, None, tensor.detach())
+            holder = Holder(self.call.name, None, tensor if tensor.is_leaf else tensor.detach())
         else:
             holder = Holder(self.call.name, self._recording)
-            reference = weakref.ref(holder)
             compared = self._watches or (self._compares_discrete and not tensor.is_floating_point())
-            mark = self._fingerprint(tensor) if compared and is_compared(tensor, self.call.check) else None
-            self._slots.append(_Slot(reference, tensor.shape, tensor.dtype, mark))
+            slot = _Slot(holder)
+            slot.shape, slot.dtype = tensor.shape, tensor.dtype
+            slot.print = (
+                _out_of_sight(fingerprint)(tensor) if compared and is_compared(tensor, self.call.check) else None
+            )
+            self._slots.append(slot)
             if self._watches:
-                self._versions.append((reference, self._counter_of(tensor), _torch.version(tensor)))
+                self._versions.append((slot, _out_of_sight(_torch.counter_of)(tensor), _torch.version(tensor)))
         if self._sink is not None:
             self._pass_on(self._sink, tensor, holder)
         return holder
@@ -462,8 +481,8 @@ class Recorder(_Frame):
     def note_overwritten(self) -> None:
         """To be called when the call has ended: autograd would refuse what was overwritten after it was saved, but the
         replay, which ends at the last saved tensor, may not get there."""
-        for reference, counter, version in self._versions:
-            holder = reference()
+        for slot, counter, version in self._versions:
+            holder = slot()
             if holder is not None and _torch.version(counter) != version:
                 holder.overwritten = True
         self._versions = []
@@ -498,9 +517,10 @@ class Filler(_Frame):
         self._equal: list[tuple[_Slot, torch.Tensor, _Line]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _torch.storage_key(tensor) in self._held:
+            return tensor if tensor.is_leaf else tensor.detach()
         value = tensor.detach()
-        if _torch.storage_key(value) not in self._held:
-            self.put(value, None)
+        self.put(value, None)
         return value
 
     def put(self, tensor: torch.Tensor, inner: Holder | None) -> None:
@@ -520,7 +540,7 @@ class Filler(_Frame):
             )
         if slot.print is not None:
             self._compare(slot, _out_of_sight(fingerprint)(tensor))
-        holder = slot.holder()
+        holder = slot()
         if holder is not None and inner is not None:
             holder.inner = inner
         elif holder is not None:

@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import ctypes
+import operator
 import random
 import struct
 import sys
@@ -31,10 +32,11 @@ class _Known(threading.local):
 
     latest: RngState | None = None
     numpy: _NumpyState | None = None
+    # Here a state is put to set a generator to it: it is done so often that memory of its own each time would cost.
+    buffer: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RngState:
+class RngState(NamedTuple):
     """States of the global streams: torch's CPU and device generators, Python's `random`, numpy's legacy generator.
 
     A part that wasn't captured is None.
@@ -46,37 +48,27 @@ class RngState:
     numpy: _NumpyState | None = None
 
     @classmethod
-    def capture(
-        cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS, *, share: bool = True
-    ) -> RngState:
-        """The states now. In a dry run nothing is computed, so torch draws nothing and isn't asked.
-
-        Args:
-            share: whether parts that are as they were at the last capture are stored once; it takes time to compare
-                them.
-        """
+    def capture(cls, devices: tuple[torch.device, ...] = (), parts: frozenset[Part] = ALL_PARTS) -> RngState:
+        """The states now; parts that are as they were at the last capture are stored once. In a dry run nothing is
+        computed, so torch draws nothing and isn't asked."""
         torch_too = not _torch.in_fake_mode()
-        latest = (_known.latest if share else None) or _NOTHING
         state = cls(
-            cpu=_same(latest.cpu, _to_bytes(torch.get_rng_state())) if torch_too and "cpu" in parts else None,
-            devices=_same(latest.devices, _device_states(devices)) if torch_too and "devices" in parts else None,
-            python=_same(latest.python, _python_state()) if "python" in parts else None,
-            numpy=_same(latest.numpy, _NumpyState.capture()) if "numpy" in parts else None,
+            _to_bytes(torch.default_generator.get_state()) if torch_too and "cpu" in parts else None,
+            _device_states(devices) if torch_too and "devices" in parts else None,
+            _python_state() if "python" in parts else None,
+            _NumpyState.capture() if "numpy" in parts else None,
         )
-        if share and parts is ALL_PARTS:
+        if _known.latest is not None:
+            state = cls(*map(_same, _known.latest, state))
+        if parts is ALL_PARTS:
             _known.latest = state
         return state
 
     def apply(self) -> None:
         """Sets the streams of the captured parts to this state."""
         if self.cpu is not None:
-            torch.set_rng_state(_from_bytes(self.cpu))
-        for device, state in self.devices or ():
-            torch.get_device_module(device).set_rng_state(_from_bytes(state), device)
-        if self.python is not None and self.python != _python_state():
-            random.setstate(_as_getstate_gives_it(self.python))
-        if self.numpy is not None:
-            self.numpy.apply()
+            torch.default_generator.set_state(_from_bytes(self.cpu))
+        _apply(self.devices, self.python, self.numpy)
 
     def moved_since(self, earlier: RngState) -> RngState:
         """This state, reduced to the parts that moved since: applying it does what was drawn meanwhile, and no more."""
@@ -84,18 +76,44 @@ class RngState:
         return RngState(**moved)
 
 
-_NOTHING = RngState()
+def _apply(devices: tuple[tuple[torch.device, bytes], ...] | None, python: Any, numpy: _NumpyState | None) -> None:
+    for device, state in devices or ():
+        torch.get_device_module(device).set_rng_state(_from_bytes(state), device)
+    if python is not None:
+        _set_python_state(python)
+    if numpy is not None:
+        numpy.apply()
+
+
+class Bookmark:
+    """Where the global streams are, to come back to once. It is made at every replay, so it copies less than an
+    `RngState`, which is compared and kept."""
+
+    __slots__ = ("_cpu", "_devices", "_numpy", "_python")
+
+    def __init__(self, devices: tuple[torch.device, ...]):
+        torch_too = not _torch.in_fake_mode()
+        self._cpu = torch.default_generator.get_state() if torch_too else None
+        self._devices = _device_states(devices) if torch_too else ()
+        self._python = _python_state()
+        self._numpy = _NumpyState.capture()
+
+    def go_back(self) -> None:
+        """Sets the streams to where they were."""
+        if self._cpu is not None:
+            torch.default_generator.set_state(self._cpu)
+        _apply(self._devices, self._python, self._numpy)
 
 
 # Python's stream. `random.getstate()` makes 625 integers, which takes longer than a small block's forward. CPython
 # keeps position and key, 32 bits each, behind the head of the generator object; where that is found to be so, they are
 # copied.
 _HIDDEN: Any = random.random.__self__  # the generator behind the functions of `random` # pyright: ignore
-_ADDRESS = id(_HIDDEN) + object.__basicsize__
+_MEMORY = (ctypes.c_char * _MERSENNE_BYTES).from_address(id(_HIDDEN) + object.__basicsize__)
 
 
 def _in_memory() -> tuple[int, ...]:
-    position, *key = struct.unpack("=625I", ctypes.string_at(_ADDRESS, _MERSENNE_BYTES))
+    position, *key = struct.unpack("=625I", _MEMORY.raw)
     return (*key, position)
 
 
@@ -109,16 +127,18 @@ _MEMORY_IS_KNOWN = (
 def _python_state() -> Any:
     """The state of `random`, quickly: memory and the normal deviate put aside, or what `getstate` returns."""
     if _MEMORY_IS_KNOWN:
-        return ctypes.string_at(_ADDRESS, _MERSENNE_BYTES), _HIDDEN.gauss_next
+        return _MEMORY.raw, _HIDDEN.gauss_next
     return random.getstate()
 
 
-def _as_getstate_gives_it(state: Any) -> Any:
-    if not _MEMORY_IS_KNOWN:
-        return state
-    memory, deviate = state
-    position, *key = struct.unpack("=625I", memory)
-    return _HIDDEN.VERSION, (*key, position), deviate
+def _set_python_state(state: Any) -> None:
+    if state == _python_state():
+        return
+    if _MEMORY_IS_KNOWN:
+        memory, deviate = state
+        position, *key = struct.unpack("=625I", memory)
+        state = _HIDDEN.VERSION, (*key, position), deviate
+    random.setstate(state)
 
 
 _known = _Known()
@@ -182,23 +202,32 @@ def _same(earlier: Any, now: Any) -> Any:
     return earlier if earlier is not None and earlier == now else now
 
 
+_is_cpu = operator.attrgetter("is_cpu")
+
+
 def accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
     """The devices of some tensors that have random streams of their own."""
+    if all(map(_is_cpu, tensors)):
+        return ()
     return tuple(
         [device for device in dict.fromkeys([t.device for t in tensors]) if device.type not in ("cpu", "meta")]
     )
 
 
 def _device_states(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, bytes], ...]:
-    return tuple((d, _to_bytes(torch.get_device_module(d).get_rng_state(d))) for d in devices)
+    return tuple([(d, _to_bytes(torch.get_device_module(d).get_rng_state(d))) for d in devices])
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
+    return ctypes.string_at(state.data_ptr(), state.numel())  # quicker than through numpy
 
 
 def _from_bytes(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    """The state as generators take it; good until the next call in this thread."""
+    if _known.buffer is None or _known.buffer.numel() != len(state):
+        _known.buffer = torch.frombuffer(bytearray(len(state)), dtype=torch.uint8)
+    ctypes.memmove(_known.buffer.data_ptr(), state, len(state))
+    return _known.buffer
 
 
 class OwnStream(NamedTuple):
