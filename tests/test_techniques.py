@@ -204,7 +204,7 @@ def test_selective_takes_the_outermost_match():
         ({}, "either save"),
         ({"save": "matmul", "recompute": "norm"}, "either save"),
         ({"recompute": ["matmul", "*.mlp"]}, r"not both: '\*.mlp' is a pattern"),
-        ({"recompute": Ops(family="matmul", within="*.mlp")}, "name what to save within"),
+        ({"recompute": Ops(family="matmul", within="*.mlp")}, "name what to save instead"),
         ({"save": []}, "selects nothing"),
         ({"recompute": []}, "selects nothing"),
         ({"save": "mlp"}, r"write '\*.mlp'"),

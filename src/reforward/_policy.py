@@ -60,15 +60,20 @@ class Ops(Data, frozen=True, kw_only=True, tag_field="is", tag="ops"):
         family: one of `FAMILIES`.
         within: pattern on the path of a submodule; only operations that run inside it are meant. None: anywhere in
             the block.
+        nth: only this one, counted from 0 over the operations of the family that run in one call of the submodule (of
+            the block, if `within` is None). None: all of them.
     """
 
     family: str
     within: str | None = None
+    nth: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         if self.family not in FAMILIES:
             raise InputError(f"there is no family of operations {self.family!r}; known are {', '.join(FAMILIES)}")
+        if self.nth is not None and self.nth < 0:
+            raise InputError(f"Ops: nth counts from 0 in the order of the calls; it can't be {self.nth}")
 
 
 class Modules(Data, frozen=True, kw_only=True, tag_field="is", tag="modules"):

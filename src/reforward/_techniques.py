@@ -444,8 +444,8 @@ def _other_families(recomputed: Iterable[Selector]) -> tuple[Ops, ...]:
                 "selective(recompute=...) takes families of operations or patterns, not both:"
                 f" {item.pattern!r} is a pattern"
             )
-        if item.within is not None:
-            raise InputError(f"selective(recompute=...) can't take {item!r}: name what to save within {item.within!r}")
+        if item.within is not None or item.nth is not None:
+            raise InputError(f"selective(recompute=...) can't take {item!r}: name what to save instead")
         families.add(item.family)
     return tuple(Ops(family=family) for family in FAMILIES if family not in families)
 

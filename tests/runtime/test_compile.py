@@ -467,6 +467,11 @@ REFUSED = {
         {},
         r"block 'layers.0' saves operations by submodule \('\*.up'\)",
     ),
+    "number": (
+        rf.Recompute(save=[rf.Ops(family="matmul", nth=0)]),
+        {},
+        r"block 'layers.0' saves one operation by its number \(.*nth=0",
+    ),
     "checks": (rf.full(), {"check": "always"}, "block 'layers.0' is to be checked at every replay"),
 }
 each_refused = pytest.mark.parametrize(("plan", "options", "message"), REFUSED.values(), ids=REFUSED)

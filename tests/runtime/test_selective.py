@@ -158,6 +158,53 @@ def test_within_restricts_a_family_to_a_submodule():
     assert work.of(*MATMULS) == 4 * 4  # qkv, scores, values, out
 
 
+@pytest.mark.parametrize(
+    ("within", "nth", "recomputed"),
+    [
+        (None, 0, 4 * 5),  # qkv; left are scores, values, out, up, down
+        (None, 5, 4 * 5),
+        (None, 6, 4 * 6),  # there is none
+        ("*.attention", 1, 4 * 5),
+        ("*.mlp", 0, 4 * 5),
+        ("*.mlp", 2, 4 * 6),
+    ],
+)
+def test_one_operation_by_its_number(within, nth, recomputed):
+    model, loss = models.build("gpt")
+    rf.attach(model, {"layers[0:4]": Recompute(save=[Ops(family="matmul", within=within, nth=nth)])})
+    with Work() as work:
+        loss().backward()
+    assert work.of(*MATMULS) == recomputed
+
+
+NUMBERED = [
+    *[Ops(family=family, nth=nth) for family in FAMILIES for nth in (0, 1, 2)],
+    Ops(family="elementwise", within="*.attention", nth=0),
+    Ops(family="matmul", within="*.inlet", nth=0),
+]
+
+
+@pytest.mark.parametrize("one", NUMBERED, ids=lambda ops: f"{ops.family}-{ops.within}-{ops.nth}")
+def test_any_one_operation_is_exact(one):
+    compare(one_backward, {"layers[0:2]": Recompute(save=[one])}, Deep)
+
+
+def test_numbers_begin_anew_in_each_call_of_a_submodule():
+    class Twice(Block):
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(self.norm(x)))) + self.down(torch.sin(self.up(x * 2)))
+
+    plan = {"layers.0": Recompute(save=[Ops(family="matmul", within="*.up", nth=0)])}
+    compare(one_backward, plan, lambda: Stack(Twice()))
+    model = Stack(Twice())
+    rf.attach(model, plan)
+    with Work() as work:
+        model(torch.randn(4, 8)).sum().backward()
+    assert (
+        work.of(*MATMULS) == 1
+    )  # the first `down`: both `up` are kept, and the last call comes after all that is saved
+
+
 def test_a_shared_submodule_called_twice_keeps_both_calls_apart():
     class Twice(Block):
         def forward(self, x):

@@ -276,7 +276,7 @@ def _sum(a: Any, b: Any) -> tuple[Any, tuple[Any, Any]]:
     return _aten.add.Tensor, (a, b)
 
 
-class _Operations(_torch.TorchDispatchMode):
+class Operations(_torch.TorchDispatchMode):
     """Notes what runs.
 
     Attributes:
@@ -307,7 +307,7 @@ class _Watch:
     def __init__(
         self, tracker: StorageTracker, blocks: Sequence[Block], fake_of: Callable[[torch.Tensor], torch.Tensor]
     ):
-        self.operations = _Operations()
+        self.operations = Operations()
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker

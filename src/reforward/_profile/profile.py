@@ -13,9 +13,9 @@ from torch import nn
 from reforward._blocks import Block, find_blocks, modules_by_path
 from reforward._errors import DryRunError
 from reforward._plan import Plan, Region
-from reforward._policy import Policy, Save
+from reforward._policy import Policy, Recompute, Save
 from reforward._profile.dry import BlockCall, DryRun, Segment, check_same_calls, dry_run
-from reforward._profile.real import RealCosts, learn_variant, real_costs, signature
+from reforward._profile.real import BlockSeconds, RealCosts, kind_of, learn_variant, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
 from reforward._step import Step
@@ -89,37 +89,55 @@ def profile_step(
             if other != variant:
                 known = learn_variant(model, step, first[other].calls, other, costs.knowledge)
                 costs = replace(costs, knowledge=known)
-    runs: dict[Policy, DryRun] = {}
-    for number, policy in enumerate(costs.policies):
-        progress("dry runs of the options", 0.5 + 0.5 * number / len(costs.policies))
-        with attached(model, Plan(nodes=tuple(Region(path=block.path, policy=policy) for block in found))):
-            runs[policy] = dry_run(model, step, found, variant=variant, knowledge=costs.knowledge)
-            check_same_calls(model, first[variant].calls, runs[policy].calls)
-    made = _assemble(model, found, runs, costs)
+    policies = _policies_by_path(model, found, costs)
+    runs: list[DryRun] = []
+    for number in range(max(map(len, policies.values()), default=1)):
+        progress("dry runs of the options", 0.5 + 0.5 * number / max(map(len, policies.values())))
+        chosen = {path: some[min(number, len(some) - 1)] for path, some in policies.items()}
+        with attached(model, Plan(nodes=tuple(Region(path=path, policy=policy) for path, policy in chosen.items()))):
+            runs.append(dry_run(model, step, found, variant=variant, knowledge=costs.knowledge))
+            check_same_calls(model, first[variant].calls, runs[-1].calls)
+    made = _assemble(model, found, runs, policies, costs)
     return Profiled(
         profile=made,
         blocks=found,
-        plain=runs[Save()],
+        plain=runs[0],
         calls=tuple(run.calls for run in first),
         costs=costs,
         variant=variant,
     )
 
 
-def _assemble(model: nn.Module, blocks: Sequence[Block], runs: dict[Policy, DryRun], costs: RealCosts) -> Profile:
-    lone = _lone_forwards(runs[Save()])
-    runs = {policy: _joined(run, lone) for policy, run in runs.items()}
-    plain = runs[Save()]
+def _policies_by_path(model: nn.Module, blocks: Sequence[Block], costs: RealCosts) -> dict[str, tuple[Policy, ...]]:
+    """The policies of each block; the n-th of all are tried in one dry run."""
+    by_path = modules_by_path(model)
+    return {b.path: costs.policies.get(kind_of(by_path[b.path]), (Save(), Recompute())) for b in blocks}
+
+
+def _assemble(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    runs: Sequence[DryRun],
+    policies: dict[str, tuple[Policy, ...]],
+    costs: RealCosts,
+) -> Profile:
+    lone = _lone_forwards(runs[0])
+    runs = [_joined(run, lone) for run in runs]
+    plain = runs[0]
     by_path = modules_by_path(model)
     numbers: dict[object, int] = {}
     calls: list[CallCost] = []
     chain = -1
-    tables = {policy: _by_call(run) for policy, run in runs.items()}
-    late = {policy: _late_bytes(run, plain) for policy, run in runs.items()}
+    tables = [_by_call(run) for run in runs]
+    late = [_late_bytes(run, plain) for run in runs]
     for index, call in enumerate(plain.calls):
         chain += not call.follows
         key = signature(by_path[call.block.path], call)
-        options = _options(index, key, tables, late, costs)
+        tried = [
+            _Tried(policy=policy, table=table, late_bytes=after[index], seconds=costs.blocks[key][policy])
+            for policy, table, after in zip(policies[call.block.path], tables, late, strict=False)
+        ]
+        options = _options(index, tried)
         number = numbers.setdefault((key, call.output_bytes, options), len(numbers))
         calls.append(
             CallCost(
@@ -198,29 +216,38 @@ def _gap_after_forward(run: DryRun) -> Counter[int]:
     return found
 
 
-def _options(
-    index: int,
-    key: object,
-    tables: dict[Policy, dict[tuple[str, int], Segment]],
-    late: dict[Policy, Counter[int]],
-    costs: RealCosts,
-) -> tuple[OptionCost, ...]:
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """A policy of one call's block, and what it was seen to need.
+
+    Attributes:
+        table: the dry run with the policy, by kind of segment and call.
+        late_bytes: `_late_bytes` of the call.
+        seconds: of real runs.
+    """
+
+    policy: Policy
+    table: dict[tuple[str, int], Segment]
+    late_bytes: int
+    seconds: BlockSeconds
+
+
+def _options(index: int, tried: Sequence[_Tried]) -> tuple[OptionCost, ...]:
     """The options of one call; only the plain one if its backward never runs.
 
     The gaps of the profile are those of the plain step, so what a policy changes in the gap after a call is put down to
     the call: what it holds longer, to its forward; what is freed earlier, to its backward, which errs to the safe side
     in between.
     """
-    plain_backward = tables[Save()].get(("backward", index))
-    options: dict[Policy, OptionCost] = {}
-    for policy, table in tables.items():
-        ahead, back = table[("forward", index)], table.get(("backward", index))
-        seconds = costs.blocks[key][policy]  # pyright: ignore[reportArgumentType]
-        if back is None and policy != Save():
-            continue
-        longer, earlier = max(late[policy][index], 0), min(late[policy][index], 0)
-        options[policy] = OptionCost(
-            policy=policy,
+    plain_backward = tried[0].table.get(("backward", index))
+    options: list[OptionCost] = []
+    for one in tried:
+        ahead, back, seconds = one.table[("forward", index)], one.table.get(("backward", index)), one.seconds
+        if back is None and options:
+            break
+        longer, earlier = max(one.late_bytes, 0), min(one.late_bytes, 0)
+        option = OptionCost(
+            policy=one.policy,
             forward_delta_bytes=ahead.delta_bytes + longer,
             forward_peak_bytes=ahead.peak_bytes,
             backward_delta_bytes=back.delta_bytes + earlier if back else 0,
@@ -230,7 +257,8 @@ def _options(
             replay_seconds=seconds.replay if back else 0.0,
             replay_flops=back.flops - plain_backward.flops if back and plain_backward else 0,
         )
-    return tuple(options.values())
+        options.append(option)
+    return tuple(options)
 
 
 def _events(plain: DryRun, costs: RealCosts) -> tuple[Event, ...]:

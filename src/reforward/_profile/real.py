@@ -26,10 +26,11 @@ from reforward._measure.static import step_inputs
 from reforward._measure.trace import record
 from reforward._measure.workspace import OutputSizes, Workspaces
 from reforward._plan import Plan, Region
-from reforward._policy import Policy, Recompute, Save, selectors
-from reforward._profile.dry import BlockCall, Knowledge
+from reforward._policy import Policy, Recompute, Save
+from reforward._profile.dry import BlockCall, Knowledge, Operations
 from reforward._profile.inputs import CallInputs, capture_inputs, without_graph
-from reforward._runtime import attached, families_of
+from reforward._profile.inside import policies_inside
+from reforward._runtime import SeenCall, attached, seen_calls
 from reforward._step import Step
 
 _REPEATS = 5
@@ -37,6 +38,7 @@ _REPEATS = 5
 _OPTIMIZER_ELEMENTS = 2**22
 
 Signature = tuple[Any, ...]
+Kind = tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +56,14 @@ class RealCosts:
 
     Attributes:
         knowledge: for dry runs.
-        policies: what was tried: Save(), Recompute(), then what can be selected in these blocks.
+        policies: what was tried, by kind of block: Save(), Recompute(), then more and more kept.
         blocks: seconds by signature and policy.
         outside_seconds: of the forward outside of all blocks.
         optimizer_seconds: of the optimizer's step.
     """
 
     knowledge: Knowledge
-    policies: tuple[Policy, ...]
+    policies: dict[Kind, tuple[Policy, ...]]
     blocks: dict[Signature, dict[Policy, BlockSeconds]]
     outside_seconds: float
     optimizer_seconds: float
@@ -70,13 +72,12 @@ class RealCosts:
 def signature(module: nn.Module, call: BlockCall) -> Signature:
     """Equal for block calls that cost the same: same class and sizes, same trainable parameters, same inputs, same
     gradients."""
-    return (
-        call.block.module_type,
-        repr(module),
-        tuple(p.requires_grad for p in module.parameters()),
-        call.inputs,
-        call.graded,
-    )
+    return (*kind_of(module), tuple(p.requires_grad for p in module.parameters()), call.inputs, call.graded)
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """Equal for blocks that are built alike, on which the same policies are tried."""
+    return type(module).__name__, repr(module)
 
 
 def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int) -> RealCosts:
@@ -85,9 +86,12 @@ def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant
     with preserved(model, also=step_inputs(step)):
         cases, outside_seconds, knowledge = _cases(model, step, calls, variant, device)
         bench = _Bench(model, device)
-        policies = _policies(set().union(*(case.families() for case in cases.values())))
+        policies: dict[Kind, tuple[Policy, ...]] = {}
         for case in cases.values():
             knowledge = bench.learn(case, knowledge)
+            if kind_of(case.module) not in policies:
+                inside = policies_inside(case.path, bench.calls(case))
+                policies[kind_of(case.module)] = (Save(), Recompute(), *inside)
         blocks = dict(zip(cases, bench.seconds(list(cases.values()), policies), strict=True))
     return RealCosts(
         knowledge=knowledge,
@@ -110,13 +114,6 @@ def learn_variant(
         for case in cases.values():
             known = bench.learn(case, known)
     return known
-
-
-def _policies(families: set[str]) -> tuple[Policy, ...]:
-    """The policies worth trying where these families of operations run."""
-    heavy = [family for family in ("attention", "matmul", "conv") if family in families]
-    sets = [[family] for family in heavy] + ([heavy] if len(heavy) > 1 else [])
-    return (Save(), Recompute(), *(Recompute(save=selectors(chosen)) for chosen in sets))
 
 
 def _cases(
@@ -186,12 +183,11 @@ class _Case:
     inputs: CallInputs
     graded: tuple[int, ...]
 
-    def families(self) -> set[str]:
-        """The families of operations that the block's forward is written with."""
+    def forward(self) -> Any:
+        """Runs its forward; what it returned."""
         args, kwargs = self.inputs.fresh()
-        with torch.no_grad(), self.inputs.settings(), families_of() as found:
-            self.module(*args, **kwargs)
-        return found
+        with torch.enable_grad(), self.inputs.settings():
+            return self.module(*args, **kwargs)
 
     def run(self, device: torch.device) -> tuple[float, float]:
         """Runs it forward and backward; the seconds of each.
@@ -235,35 +231,49 @@ class _Bench:
             workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
         )
 
-    def seconds(self, cases: Sequence[_Case], policies: Sequence[Policy]) -> list[dict[Policy, BlockSeconds]]:
-        """Durations of each case under each policy: the least of some interleaved runs."""
-        runs = [{policy: [] for policy in policies} for _ in cases]
+    def calls(self, case: _Case) -> list[SeenCall]:
+        """The calls in the block's forward that a policy could select."""
+        return seen_calls(
+            self._model,
+            case.path,
+            case.forward,
+            clock=lambda: _now(self._device),
+            meter=Operations(),
+            repeats=_REPEATS,
+        )
+
+    def seconds(
+        self, cases: Sequence[_Case], policies: dict[Kind, tuple[Policy, ...]]
+    ) -> list[dict[Policy, BlockSeconds]]:
+        """Durations of each case under each policy of its kind: the least of some interleaved runs."""
+        own = [policies[kind_of(case.module)] for case in cases]
+        runs = [{policy: [] for policy in some} for some in own]
         for _ in range(_REPEATS):
-            for policy in policies:
-                nodes = tuple(Region(path=case.path, policy=policy) for case in cases)
-                with attached(self._model, Plan(nodes=nodes)):
-                    for case, taken in zip(cases, runs, strict=True):
+            for number in range(max(map(len, own), default=0)):
+                here = [
+                    (c, some[number], taken)
+                    for c, some, taken in zip(cases, own, runs, strict=True)
+                    if number < len(some)
+                ]
+                chosen = {case.path: policy for case, policy, _ in here}
+                with attached(self._model, Plan(nodes=tuple(Region(path=p, policy=q) for p, q in chosen.items()))):
+                    for case, policy, taken in here:
                         taken[policy].append(case.run(self._device))
         return [_least(taken) for taken in runs]
 
 
 def _least(runs: dict[Policy, list[tuple[float, float]]]) -> dict[Policy, BlockSeconds]:
-    """The least of each policy's runs; keeping more never makes a replay longer, so what says so is noise."""
+    """The least of each policy's runs. Each keeps more than the one before it, which never makes a replay longer, so
+    what says so is noise."""
     best = {policy: (min(f for f, _ in taken), min(b for _, b in taken)) for policy, taken in runs.items()}
     forward, backward = best[Save()]
-    extra = {policy: max(0.0, f + b - forward - backward) for policy, (f, b) in best.items()}
-    return {
-        policy: BlockSeconds(
-            forward=forward,
-            backward=backward,
-            replay=min(extra[other] for other in extra if other == policy or _keeps_less(other, policy)),
-        )
-        for policy in best
-    }
-
-
-def _keeps_less(one: Policy, other: Policy) -> bool:
-    return isinstance(one, Recompute) and isinstance(other, Recompute) and {*one.save} < {*other.save}
+    found: dict[Policy, BlockSeconds] = {Save(): BlockSeconds(forward=forward, backward=backward, replay=0.0)}
+    replay = float("inf")
+    for policy, (f, b) in best.items():
+        if policy != Save():
+            replay = min(replay, max(0.0, f + b - forward - backward))
+            found[policy] = BlockSeconds(forward=forward, backward=backward, replay=replay)
+    return found
 
 
 def _optimizer_seconds(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:

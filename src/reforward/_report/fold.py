@@ -99,4 +99,5 @@ def _parent(path: str) -> str:
 def _describe_selector(selector: Selector) -> str:
     if isinstance(selector, Modules):
         return selector.pattern
-    return selector.family if selector.within is None else f"{selector.family} in {selector.within}"
+    family = selector.family if selector.nth is None else f"{selector.family} {selector.nth}"
+    return family if selector.within is None else f"{family} in {selector.within}"

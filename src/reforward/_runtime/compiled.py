@@ -155,6 +155,8 @@ def _problem_of_policy(policy: Recompute, has_contexts: bool = False) -> str | N
             return f"saves submodules by name ({selector.pattern!r}), and compiled code has operations only"
         if selector.within is not None:
             return f"saves operations by submodule ({selector.within!r}), and compiled code has operations only"
+        if selector.nth is not None:
+            return f"saves one operation by its number ({selector!r}), and compiled code has no such order"
     if has_contexts and policy.save:
         return "has both a context_fn and a policy that saves, and compiled code takes one of them"
     return None

@@ -11,10 +11,11 @@ A value is named by submodule, family and ordinal, and checked by function and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +38,15 @@ _MOVES = {
 }  # fmt: skip
 
 _Key = tuple[str, str, int]
+
+
+class CountsSaved(Protocol):
+    """Knows how many tensors autograd has saved so far in a forward."""
+
+    @property
+    def saved(self) -> int:
+        """The number."""
+        ...
 
 
 @dataclass
@@ -81,7 +91,7 @@ class _KeptOp:
 
 
 @dataclass
-class _KeptCall:
+class KeptCall:
     """One call of a selected function: its kept operations by name and ordinal.
 
     Attributes:
@@ -115,6 +125,11 @@ class _KeptCall:
     @property
     def intact(self) -> bool:
         return all(output.intact for output in [*self._made(), *self.returned])
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps alive."""
+        return sum({_torch.storage_key(o.value): o.value.untyped_storage().nbytes() for o in self._made()}.values())
 
     def _made(self) -> Iterator[_Output]:
         """The kept tensors."""
@@ -159,9 +174,9 @@ class Keeper:
         self._ops = [s for s in save if isinstance(s, Ops)]
         self._modules = [s.pattern for s in save if isinstance(s, Modules)]
         self._name = name
-        self._calls: dict[_Key, _KeptCall] = {}
+        self._calls: dict[_Key, KeptCall] = {}
         self._kept_modules: dict[_Key, _KeptModule] = {}
-        self._pass = _Pass()
+        self._pass = Pass()
         self.differentiates = False
 
     @classmethod
@@ -172,17 +187,17 @@ class Keeper:
     @contextmanager
     def keeping(self, frame: Recorder) -> Iterator[None]:
         """The context of the forward."""
-        with self._passing(_Pass(frame=frame)), _Families(self, self._keep):
+        with self._passing(Pass(frame=frame)), _Families(self, self._keep):
             yield
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """The context of the replay."""
-        with self._passing(_Pass()), _Families(self, self._answer):
+        with self._passing(Pass()), _Families(self, self._answer):
             yield
 
     @contextmanager
-    def _passing(self, new: _Pass) -> Iterator[None]:
+    def _passing(self, new: Pass) -> Iterator[None]:
         """Begins a pass; a forward that takes a gradient itself is replayed in the middle of its own pass."""
         outer, self._pass = self._pass, new
         try:
@@ -202,14 +217,11 @@ class Keeper:
         self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
 
     def selects(self, family: str) -> bool:
-        """Whether the outputs of this family are kept where the call is now."""
+        """Whether the output of the call of this family that is made now is kept. To be asked once for each call."""
         if self._pass.whole:
             return False
-        return any(
-            ops.family == family
-            and (ops.within is None or any(_patterns.matches(ops.within, path) for path in self._pass.scopes))
-            for ops in self._ops
-        )
+        places = self._pass.count(family)
+        return any(ops.family == family and is_meant(ops, places) for ops in self._ops)
 
     # Functions
     # -----------------------------------------------------------------------------------------------------------
@@ -217,8 +229,8 @@ class Keeper:
     def _keep(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
         frame = self._pass.frame
         assert frame is not None
-        kept = _KeptCall(func)
-        with _KeepOps(kept, family, frame):
+        kept = KeptCall(func)
+        with KeepOps(kept, family, frame):
             result = func(*args, **kwargs)
         kept.seal(result)
         self._calls[self._pass.next_key(family)] = kept
@@ -307,28 +319,56 @@ def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
-class _Pass:
-    """Where one pass over the block is: submodule, ordinals; `frame` is set in forward."""
+#: A submodule in which a call is made ("" for the block), and the call's number among those of its family there.
+CallPlace = tuple[str, int]
+
+
+def is_meant(ops: Ops, places: Sequence[CallPlace]) -> bool:
+    """Whether a selector means a call of its family, which is made at these places: the block, and submodules."""
+    for path, number in places:
+        there = not path if ops.within is None else bool(path) and _patterns.matches(ops.within, path)
+        if there and ops.nth in (None, number):
+            return True
+    return False
+
+
+class Pass:
+    """Where one pass over the block is: submodules, ordinals; `frame` is set in forward."""
 
     def __init__(self, frame: Recorder | None = None):
         self.frame = frame
-        self.scopes: list[str] = []
         self.whole = False
-        self._ordinals: dict[tuple[str, str], int] = {}
+        self._scopes: list[tuple[str, Counter[str]]] = [("", Counter())]
+        self._ordinals: Counter[tuple[str, str]] = Counter()
+
+    def count(self, family: str) -> list[CallPlace]:
+        """Counts one call of the family, and says where it is made."""
+        places = [(path, calls[family]) for path, calls in self._scopes]
+        for _, calls in self._scopes:
+            calls[family] += 1
+        return places
 
     def next_key(self, family: str) -> _Key:
-        place = (self.scopes[-1] if self.scopes else "", family)
-        ordinal = self._ordinals.get(place, 0)
-        self._ordinals[place] = ordinal + 1
-        return (*place, ordinal)
+        place = self._scopes[-1][0], family
+        self._ordinals[place] += 1
+        return (*place, self._ordinals[place] - 1)
+
+    def enter(self, path: str) -> None:
+        """To be called when a submodule begins."""
+        self._scopes.append((path, Counter()))
+
+    def leave(self) -> None:
+        """To be called when the submodule entered last has ended."""
+        self._scopes.pop()
 
     @contextmanager
     def within(self, path: str) -> Iterator[None]:
-        self.scopes.append(path)
+        """While a submodule runs."""
+        self.enter(path)
         try:
             yield
         finally:
-            self.scopes.pop()
+            self.leave()
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:
@@ -353,28 +393,6 @@ class _Families(_torch.OwnFunctionMode):
         if family is None or not self._keeper.selects(family):
             return func(*args, **(kwargs or {}))
         return self._handle(family, func, args, kwargs or {})
-
-
-class _Seen(_torch.OwnFunctionMode):
-    """Notes the families of the functions called inside it."""
-
-    def __init__(self, found: set[str]):
-        super().__init__()
-        self._found = found
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        family = family_of(func)
-        if family is not None:
-            self._found.add(family)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def families_of() -> Iterator[set[str]]:
-    """The families of operations that are called inside, as a policy would see them."""
-    found: set[str] = set()
-    with _Seen(found):
-        yield found
 
 
 def worth_keeping(func: Any, family: str, kwargs: dict[str, Any]) -> bool:
@@ -407,10 +425,16 @@ class _Ordinals:
         return func, ordinal
 
 
-class _KeepOps(TorchDispatchMode):
-    """Keeps what the operations of one call compute."""
+class KeepOps(TorchDispatchMode):
+    """Keeps what the operations of one call compute.
 
-    def __init__(self, kept: _KeptCall, family: str, frame: Recorder):
+    Args:
+        kept: where to put it.
+        family: of the call.
+        frame: says how many tensors are saved so far.
+    """
+
+    def __init__(self, kept: KeptCall, family: str, frame: CountsSaved):
         super().__init__()
         self._frame = frame
         self._kept = kept
@@ -436,7 +460,7 @@ class _KeepOps(TorchDispatchMode):
 class _AnswerOps(TorchDispatchMode):
     """Returns what was kept instead of running the operations of one call."""
 
-    def __init__(self, kept: _KeptCall):
+    def __init__(self, kept: KeptCall):
         super().__init__()
         self._kept = kept
         self._ordinals = _Ordinals()

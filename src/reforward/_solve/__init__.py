@@ -6,6 +6,7 @@ from reforward._errors import InputError
 from reforward._plan import Plan
 from reforward._profile_type import Profile
 from reforward._solve.frontier import FrontierPoint, frontier
+from reforward._solve.inside import Value, nested_choices
 from reforward._solve.options import Allow
 from reforward._solve.peak import Peak, explain_peak
 from reforward._solve.planner import Planner, Solution
@@ -20,9 +21,11 @@ __all__ = [
     "Planner",
     "Solution",
     "Timeline",
+    "Value",
     "explain_peak",
     "find",
     "frontier",
+    "nested_choices",
     "simulate",
     "solve",
 ]

@@ -27,7 +27,7 @@ _WAYS_PER_INTERVAL = 12
 _WAYS_PER_CHAIN = 160
 _INTERVALS = 1200  # distinct intervals searched per chain
 _LONGEST = 128  # blocks in a run
-_COUNTED = 0.5  # share of a plan's cost that goes by counted operations
+_COUNTED = 0.75  # share of a plan's cost that goes by counted operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Weights:
 
     @classmethod
     def of(cls, profile: Profile) -> Weights:
-        """Half of what a plan adds is measured, half is counted, where a profile has both.
+        """A quarter of what a plan adds is measured, the rest is counted, where a profile has both.
 
         Seconds of single blocks are noisy to some per cent, counted operations aren't, and what is rerun without
         operations that count (norms, activations) has its price in the seconds. The plain step weighs 1; recomputing
