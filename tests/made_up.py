@@ -48,6 +48,7 @@ def fit_report(**changes):
         ),
         "solver_status": "optimal",
         "solver_gap": 0.0,
+        "above_bound": 0.012,
         "solver_seconds": 0.25,
     }
     return SimpleNamespace(**{**fields, **changes})

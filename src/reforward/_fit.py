@@ -72,6 +72,7 @@ class FitReport:
         proof: that the results are the same.
         frontier: time against memory, ascending in memory.
         solver_status, solver_gap, solver_seconds: how the solver did; no gap where it proved nothing.
+        above_bound: how much more the plan adds than any plan within the budget must, as a share; None: not known.
     """
 
     plan: Plan
@@ -87,6 +88,7 @@ class FitReport:
     solver_status: str
     solver_gap: float | None
     solver_seconds: float
+    above_bound: float | None
 
 
 def fit(
@@ -171,6 +173,7 @@ def fit_report(
         solver_status=found.solution.status,
         solver_gap=found.solution.gap if math.isfinite(found.solution.gap) else None,
         solver_seconds=found.solution.seconds,
+        above_bound=planner.above_bound(found.solution, search.budget_bytes),
     )
 
 

@@ -80,7 +80,12 @@ def fit_document(
         "model": name,
         "budget_bytes": report.budget_bytes,
         "plan": json.loads(report.plan.to_json()),
-        "solver": {"status": report.solver_status, "gap": report.solver_gap, "seconds": report.solver_seconds},
+        "solver": {
+            "status": report.solver_status,
+            "gap": report.solver_gap,
+            "seconds": report.solver_seconds,
+            "above_bound": report.above_bound,
+        },
         "breakdown_bytes": report.breakdown.to_dict(),
         "plain": _side(report.predicted_plain, report.measured_plain, timelines),
         "planned": _side(report.predicted_planned, report.measured_planned, timelines),

@@ -133,7 +133,8 @@ def _compared(text: Callable[[float], str], predicted: float, measured: float | 
 
 def _solver_line(report: FitReport) -> Text:
     gap = "nothing proven" if report.solver_gap is None else f"gap {report.solver_gap:.2%}"
-    text = f"solver: {report.solver_status}, {gap}, {format_seconds(report.solver_seconds)}"
+    bound = "" if report.above_bound is None else f", within {report.above_bound:.1%} of the least that any plan adds"
+    text = f"solver: {report.solver_status}, {gap}, {format_seconds(report.solver_seconds)}{bound}"
     return Text(text, style="dim")
 
 

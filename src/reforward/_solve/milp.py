@@ -26,6 +26,7 @@ from itertools import pairwise
 import highspy
 import numpy as np
 
+from reforward._solve.highs import Rows, solver
 from reforward._solve.pool import Candidate, Pools
 from reforward._solve.simulate import Effect, Placement, Timeline, gap_effect, placement_effects, run_placements, width
 from reforward._solve.stretches import Job, gather
@@ -111,9 +112,9 @@ class _Program:
         self._counted = np.cumsum([len(self._placed), *(2 * len(stretch.shapes) for stretch in self._stretches)])
         self._live = int(self._counted[-1])
         self._peak = self._live + len(self._profile.events) + 1
-        self._highs = _solver(_PEAK_GAP if shrink else _GAP * _COST_RANGE)
+        self._highs = solver(_PEAK_GAP if shrink else _GAP * _COST_RANGE)
         self._add_columns(shrink)
-        rows = _Rows()
+        rows = Rows()
         self._cover(rows)
         self._account(rows)
         rows.pass_to(self._highs)
@@ -137,7 +138,7 @@ class _Program:
         for stretch, first in zip(self._stretches, self._counted, strict=False):
             chosen += stretch.lay_out(counts[first : first + len(stretch.shapes)])
         chosen.sort(key=lambda one: self._pools.chains[one.chain].calls[one.start])
-        gap = abs(info.objective_function_value - info.mip_dual_bound) / _COST_RANGE
+        gap = abs(info.objective_function_value - info.mip_dual_bound) / max(abs(info.objective_function_value), 1e-9)
         return status, tuple(chosen), gap
 
     def _begin_with(self, known: Sequence[Candidate]) -> None:
@@ -186,7 +187,7 @@ class _Program:
             len(integers), integers, np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         )
 
-    def _cover(self, rows: _Rows) -> None:
+    def _cover(self, rows: Rows) -> None:
         """Every block is in exactly one candidate."""
         covering: dict[tuple[int, int], dict[int, float]] = {}
         for column, candidate in enumerate(self._placed):
@@ -200,13 +201,13 @@ class _Program:
             rows.add(length, length, widths)
             self._order_uses(rows, int(first) + len(stretch.shapes), stretch.jobs[-1])
 
-    def _order_uses(self, rows: _Rows, uses: int, jobs: Sequence[Job]) -> None:
+    def _order_uses(self, rows: Rows, uses: int, jobs: Sequence[Job]) -> None:
         """Counts a rising shape as used once one before it is: its row holds anyway, and the program gets tighter."""
         for i, (before, job) in enumerate(pairwise(jobs)):
             if before.rises and job.rises:
                 rows.add(-highspy.kHighsInf, 0.0, {uses + i: 1.0, uses + i + 1: -1.0})
 
-    def _account(self, rows: _Rows) -> None:
+    def _account(self, rows: Rows) -> None:
         """Live bytes from event to event; the forwards of a counted stretch are one event, and so are its backwards."""
         start = self._profile.static_bytes / self._unit
         rows.add(start, start, {self._live: 1.0})
@@ -223,7 +224,7 @@ class _Program:
                 self._account_event(rows, index, by_event[index])
                 index += 1
 
-    def _account_event(self, rows: _Rows, index: int, choices: list[tuple[int, Effect]]) -> None:
+    def _account_event(self, rows: Rows, index: int, choices: list[tuple[int, Effect]]) -> None:
         event, live = self._profile.events[index], self._live + index
         if event.kind == "gap":
             fixed = gap_effect(event)
@@ -239,9 +240,9 @@ class _Program:
         rows.add(fixed.delta_bytes / self._unit, fixed.delta_bytes / self._unit, flow)
         rows.add(-highspy.kHighsInf, -fixed.peak_bytes / self._unit, height)
 
-    def _counted_events(self) -> dict[int, Callable[[_Rows], int]]:
+    def _counted_events(self) -> dict[int, Callable[[Rows], int]]:
         """By index of the first event of a stretch's forwards or backwards: adds rows, returns the index after."""
-        found: dict[int, Callable[[_Rows], int]] = {}
+        found: dict[int, Callable[[Rows], int]] = {}
         trace = self._pools.trace
         for stretch, first in zip(self._stretches, self._counted, strict=False):
             for calls, jobs in zip(stretch.passes, stretch.jobs, strict=True):
@@ -250,14 +251,14 @@ class _Program:
                 found[back] = partial(self._account_backwards, back, int(first), jobs, len(calls))
         return found
 
-    def _account_forwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: _Rows) -> int:
+    def _account_forwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: Rows) -> int:
         """Only the sum: a stretch is counted only where its backward is the tighter place."""
         live = self._live + index
         deltas = {first + i: -job.forward.delta_bytes / self._unit for i, job in enumerate(jobs)}
         rows.add(0.0, 0.0, {live + length: 1.0, live: -1.0, **deltas})
         return index + length
 
-    def _account_backwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: _Rows) -> int:
+    def _account_backwards(self, index: int, first: int, jobs: Sequence[Job], length: int, rows: Rows) -> int:
         """The sum, and the highest point of each shape in use: its job with the most around it.
 
         Jobs run backward in the reverse of their order. Of equal jobs that rise, seen from the begin of the chain, the
@@ -278,58 +279,12 @@ class _Program:
         return index + length
 
 
-class _QuietHighs(highspy.Highs):
-    """HiGHS without its banner: the constructor enables callbacks, which prints it before any option can be set."""
-
-    def enableCallbacks(self) -> None:
-        self.silent()
-        super().enableCallbacks()
-
-
-def _solver(gap: float) -> highspy.Highs:
-    solver = _QuietHighs()
-    solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("mip_abs_gap", gap)
-    solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
-    solver.setOptionValue("primal_feasibility_tolerance", 1e-9)
-    return solver
-
-
 def _work(effects: Iterable[Effect]) -> tuple[float, int]:
     """Seconds and recomputed operations of effects together."""
     total = Effect()
     for effect in effects:
         total = total.then(effect)
     return total.seconds, total.replay_flops
-
-
-class _Rows:
-    """Sparse rows, gathered and passed to HiGHS at once."""
-
-    def __init__(self) -> None:
-        self._lower: list[float] = []
-        self._upper: list[float] = []
-        self._starts: list[int] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-
-    def add(self, lower: float, upper: float, terms: dict[int, float]) -> None:
-        self._lower.append(lower)
-        self._upper.append(upper)
-        self._starts.append(len(self._columns))
-        self._columns.extend(terms)
-        self._values.extend(terms.values())
-
-    def pass_to(self, highs: highspy.Highs) -> None:
-        highs.addRows(
-            len(self._starts),
-            np.array(self._lower),
-            np.array(self._upper),
-            len(self._columns),
-            np.array(self._starts, dtype=np.int32),
-            np.array(self._columns, dtype=np.int32),
-            np.array(self._values),
-        )
 
 
 def _effects(pools: Pools, candidate: Candidate) -> dict[int, Effect]:

@@ -57,8 +57,8 @@ class Weights:
         """A quarter of what a plan adds is measured, the rest is counted, where a profile has both.
 
         Seconds of single blocks are noisy to some per cent, counted operations aren't, and what is rerun without
-        operations that count (norms, activations) has its price in the seconds. The plain step weighs 1; recomputing
-        everything once adds its share of seconds by either measure.
+        operations that count (norms, activations) has its price in the seconds. Recomputing everything once adds its
+        share of the plain step's seconds, by either measure.
         """
         options = [cost.options[0] for cost in profile.calls]
         seconds = sum(o.forward_seconds + o.backward_seconds for o in options) + sum(e.seconds for e in profile.events)

@@ -12,6 +12,7 @@ import msgspec
 from reforward._errors import BudgetError
 from reforward._plan import Node, Plan, Region, Run
 from reforward._profile_type import Profile
+from reforward._solve.bound import cost_bound, peak_bound
 from reforward._solve.milp import Choice, choose, placements
 from reforward._solve.options import Allow
 from reforward._solve.peak import explain_peak
@@ -21,6 +22,7 @@ from reforward._units import format_bytes
 
 #: After that, the best plan so far is taken: only long chains of different blocks come near it.
 LIMIT_SECONDS = 4.0
+_NOTHING = 1e-9  # of the plain step's cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,8 @@ class Solution:
         plain: the step without a plan, simulated.
         status: "optimal": no faster plan exists over the candidates offered; "time limit": proven up to `gap`;
             "feasible": it fits, nothing is proven.
-        gap: distance to the proven bound, as a share of the plain step's time; infinite if nothing is proven.
+        gap: distance to the bound that is proven over the candidates, as a share of the plan's cost; infinite if
+            nothing is proven.
         seconds: what the solver took.
     """
 
@@ -89,6 +92,25 @@ class Planner:
         plan = msgspec.structs.replace(self.smallest.plan, budget_bytes=budget_bytes)
         return replace(self.smallest, plan=plan, status="feasible", gap=math.inf)
 
+    def above_bound(self, solution: Solution, budget_bytes: int) -> float | None:
+        """How far what a plan adds to the plain step is from what any plan within the budget must add.
+
+        Returns:
+            0.02: at most 2 % more than the least that is possible; None if nothing is known to be needed.
+        """
+        plain = self.pools.weights(self.plain.seconds)
+        added = self.pools.weights(solution.timeline.seconds, solution.timeline.replay_flops) - plain
+        if added <= _NOTHING:
+            return 0.0
+        bound = cost_bound(self.pools, budget_bytes)
+        least = bound - plain if bound is not None else 0.0
+        return max(added / least - 1, 0.0) if least > _NOTHING else None
+
+    @cached_property
+    def peak_bound(self) -> int:
+        """No plan's peak is lower than this."""
+        return peak_bound(self.pools)
+
     def _solution(self, chosen: Sequence[Candidate], choice: Choice, budget_bytes: int | None) -> Solution:
         timeline = self._simulate(chosen)
         own = choice.candidates is not None and tuple(chosen) == choice.candidates
@@ -134,9 +156,10 @@ class Planner:
 
     def _refusal(self, budget_bytes: int) -> BudgetError:
         peak = explain_peak(self.profile, self.smallest.timeline)
+        least = f"; no plan could have less than {self.peak_bound}" if self.peak_bound < peak.peak_bytes else ""
         return BudgetError(
             f"no plan fits {format_bytes(budget_bytes)}: the smallest peak is {format_bytes(peak.peak_bytes)}"
-            f" ({peak.peak_bytes} bytes). {peak}",
+            f" ({peak.peak_bytes} bytes{least}). {peak}",
             budget_bytes=budget_bytes,
             smallest_bytes=peak.peak_bytes,
         )
