@@ -27,6 +27,7 @@ LAYOUT = [
     "_measure",
     "_profile",
     "_verify",
+    "_frontier",
     "_fit",
     "_train",
     "_default",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from reforward._fit import explain as explain
     from reforward._fit import fit as fit
     from reforward._fit import fit_report as fit_report
+    from reforward._frontier import Frontier as Frontier
+    from reforward._frontier import frontier as frontier
     from reforward._measure import Measurement as Measurement
     from reforward._measure import measure as measure
     from reforward._plan import Plan as Plan
@@ -63,6 +65,7 @@ _HOME = {
         "ReforwardError", "ReplayError", "ReplayMismatchError", "StepError",
     ),
     "_fit": ("FitReport", "explain", "fit", "fit_report"),
+    "_frontier": ("Frontier", "frontier"),
     "_measure": ("Measurement", "measure"),
     "_plan": ("Plan", "Region", "Run"),
     "_policy": ("Device", "Modules", "Ops", "Recompute", "Save"),

@@ -86,6 +86,45 @@ def fit(
 
 
 @app.command
+def frontier(
+    options: Options = _EMBEDDED,
+    *,
+    points: Annotated[int, Parameter(validator=Number(gte=2))] = 12,
+    measure: Annotated[bool, Parameter(negative="")] = False,
+    out: Path = Path("reforward-out"),
+    json: Json = False,
+) -> int:
+    """Show time against memory: the fastest plan at every budget, and the named techniques beside it.
+
+    Parameters
+    ----------
+    points
+        How many budgets, from the smallest that can be met to the plain step's peak.
+    measure
+        Also run a step of every plan.
+    out
+        Directory for frontier.png and frontier.json.
+    json
+        Print one JSON document on stdout and nothing else.
+    """
+    from reforward._frontier import frontier as trace
+    from reforward._load import load, running
+    from reforward._report import files, tables
+    from reforward._report.screen import Screen
+
+    directory = files.make_directory(out, files.FRONTIER_FILES)
+    with Screen(as_json=json) as screen:
+        screen.progress("building the model", 0.0)
+        loaded = load(options)
+        with running(loaded):
+            found = trace(loaded.model, loaded.step, points=points, measured=measure, progress=screen.progress)
+        screen.show(tables.frontier_table(found))
+        screen.show(tables.files_line(files.write_frontier(directory, loaded.name, found, remark=screen.remark)))
+        screen.document(files.frontier_document(loaded.name, found))
+    return OK
+
+
+@app.command
 def explain(options: Options = _EMBEDDED, *, json: Json = False) -> int:
     """Show where the peak of the plain step comes from.
 

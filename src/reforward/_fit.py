@@ -12,6 +12,7 @@ from torch import nn
 
 from reforward._blocks import Block, find_blocks
 from reforward._errors import BudgetError, InputError, ReplayMismatchError
+from reforward._frontier import FrontierPoint, frontier_points
 from reforward._measure import Measurement, measure
 from reforward._measure.measure import device_of
 from reforward._measure.measurement import Breakdown
@@ -21,7 +22,6 @@ from reforward._profile import DryRun, Profiled, dry_run, profile_step
 from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
 from reforward._solve import Planner, Solution, explain_peak
-from reforward._solve.frontier import trace_frontier
 from reforward._step import Step
 from reforward._techniques import check_blocks, check_model, none, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
@@ -45,16 +45,6 @@ class Prediction:
 
     peak_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontierPoint:
-    """The fastest plan for one budget, as predicted."""
-
-    budget_bytes: int
-    peak_bytes: int
-    seconds: float
-    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +159,7 @@ def fit_report(
         measured_plain=measured_plain,
         measured_planned=found.measured,
         proof=proof,
-        frontier=_frontier(planner),
+        frontier=frontier_points(planner, _FRONTIER_POINTS),
         solver_status=found.solution.status,
         solver_gap=found.solution.gap if math.isfinite(found.solution.gap) else None,
         solver_seconds=found.solution.seconds,
@@ -372,15 +362,3 @@ def _refuse_differences(proof: Proof) -> None:
             " region is computed again. Does the block give the same twice, run plainly? If it does, leave it out of"
             " `blocks` and report it"
         )
-
-
-def _frontier(planner: Planner) -> tuple[FrontierPoint, ...]:
-    return tuple(
-        FrontierPoint(
-            budget_bytes=point.budget_bytes,
-            peak_bytes=point.solution.timeline.peak_bytes,
-            seconds=point.solution.timeline.seconds,
-            plan=point.solution.plan,
-        )
-        for point in trace_frontier(planner, _FRONTIER_POINTS)
-    )

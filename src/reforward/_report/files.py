@@ -1,4 +1,4 @@
-"""The files that `reforward fit` leaves: plan.json, measurements.json, report.png; and the document within them."""
+"""The files that `reforward fit` and `reforward frontier` leave, and the documents within them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reforward._errors import InputError
-from reforward._report.plot import save_plot
+from reforward._report.plot import save_frontier, save_plot
 
 if TYPE_CHECKING:
     from reforward._fit import FitReport, Prediction, Proof
+    from reforward._frontier import Frontier, FrontierPoint
     from reforward._measure import Measurement
     from reforward._train import TrainedStep
 
-PLAN, MEASUREMENTS, PICTURE = "plan.json", "measurements.json", "report.png"
+PLAN, MEASUREMENTS, PICTURE = FIT_FILES = "plan.json", "measurements.json", "report.png"
+CURVE, CURVE_PICTURE = FRONTIER_FILES = "frontier.json", "frontier.png"
 _ANOTHER = "give another directory with --out"
-_NO_PICTURE = f"{PICTURE} wasn't drawn: matplotlib isn't installed (pip install 'reforward[plot]')"
+_NO_PICTURE = "{} wasn't drawn: matplotlib isn't installed (pip install 'reforward[plot]')"
 
 
-def make_directory(path: Path) -> Path:
-    """The directory for the files, made if it isn't there.
+def make_directory(path: Path, names: Sequence[str] = FIT_FILES) -> Path:
+    """The directory for files of these names, made if it isn't there.
 
     Raises:
         InputError: it can't be made, or a file in it can't be written.
@@ -31,7 +33,7 @@ def make_directory(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise InputError(f"can't make the directory {str(path)!r}: {_reason(error)}; {_ANOTHER}") from error
-    for file in (path / PLAN, path / MEASUREMENTS, path / PICTURE):
+    for file in (path / name for name in names):
         if file.is_dir():
             raise InputError(f"can't write {str(file)!r}: it is a directory; {_ANOTHER}")
         if not os.access(file if file.exists() else path, os.W_OK):
@@ -48,17 +50,33 @@ def write_files(
         InputError: a file can't be written.
     """
     report.plan.to_json(directory / PLAN)
-    text = json.dumps(fit_document(name, report, training, timelines=True))
-    written = [directory / PLAN, directory / MEASUREMENTS]
+    document = fit_document(name, report, training, timelines=True)
+    picture = directory / PICTURE
+    return [
+        directory / PLAN,
+        *_written(directory / MEASUREMENTS, document, picture, lambda: save_plot(report, picture), remark),
+    ]
+
+
+def write_frontier(directory: Path, name: str, found: Frontier, *, remark: Callable[[str], None]) -> list[Path]:
+    """As `write_files`, of a frontier."""
+    picture = directory / CURVE_PICTURE
+    document = frontier_document(name, found)
+    return _written(directory / CURVE, document, picture, lambda: save_frontier(found, picture), remark)
+
+
+def _written(
+    data: Path, document: dict[str, Any], picture: Path, draw: Callable[[], None], remark: Callable[[str], None]
+) -> list[Path]:
     try:
-        (directory / MEASUREMENTS).write_text(text + "\n", encoding="utf-8")
-        save_plot(report, directory / PICTURE)
+        data.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        draw()
     except OSError as error:
-        raise InputError(f"can't write into {str(directory)!r}: {_reason(error)}; {_ANOTHER}") from error
+        raise InputError(f"can't write into {str(data.parent)!r}: {_reason(error)}; {_ANOTHER}") from error
     except ImportError:
-        remark(_NO_PICTURE)
-        return written
-    return [*written, directory / PICTURE]
+        remark(_NO_PICTURE.format(picture.name))
+        return [data]
+    return [data, picture]
 
 
 def _reason(error: Exception) -> str:
@@ -95,6 +113,28 @@ def fit_document(
             for point in report.frontier
         ],
         "training": [{"loss": taken.loss, "seconds": taken.seconds} for taken in training],
+    }
+
+
+def frontier_document(name: str, found: Frontier) -> dict[str, Any]:
+    """A frontier as plain JSON data; sizes in bytes, durations in seconds."""
+    return {
+        "model": name,
+        "plain": _point(found.plain),
+        "smallest_bytes": found.smallest_bytes,
+        "points": [_point(point) for point in found.points],
+        "techniques": [_point(point) for point in found.techniques],
+    }
+
+
+def _point(point: FrontierPoint) -> dict[str, Any]:
+    run = point.measured
+    return {
+        "name": point.name,
+        "peak_bytes": point.peak_bytes,
+        "seconds": point.seconds,
+        "measured": None if run is None else {"peak_bytes": run.peak_bytes, "seconds": run.seconds},
+        "plan": json.loads(point.plan.to_json()),
     }
 
 

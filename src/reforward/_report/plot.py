@@ -1,7 +1,8 @@
-"""The picture: memory over the step, and time against memory."""
+"""The pictures: memory over the step, and time against memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from reforward._fit import FitReport
+    from reforward._frontier import Frontier, FrontierPoint
 
 _PLAIN, _PLANNED, _BUDGET = "#8a8f98", "#1f6feb", "#d1242f"
 
@@ -28,6 +30,37 @@ def save_plot(report: FitReport, path: Path) -> None:
     timeline, frontier = figure.subplots(1, 2)
     _draw_timeline(timeline, report)
     _draw_frontier(frontier, report)
+    figure.savefig(path, dpi=130)
+
+
+def save_frontier(found: Frontier, path: Path) -> None:
+    """Writes the curve as PNG: slowdown against the peak, each relative to the plain step's.
+
+    Raises:
+        ImportError: matplotlib, an optional dependency, isn't installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    plain = found.plain
+
+    def places(points: Sequence[FrontierPoint]) -> tuple[list[float], list[float]]:
+        return [p.peak_bytes / plain.peak_bytes for p in points], [p.seconds / plain.seconds for p in points]
+
+    axes.plot(*places(found.points), "o-", color=_PLANNED, markersize=4, linewidth=1.2, label="fastest plans")
+    runs = [(p.measured.peak_bytes, p.measured.seconds) for p in [*found.points, *found.techniques] if p.measured]
+    if runs:
+        peaks, seconds = [size / plain.peak_bytes for size, _ in runs], [taken / plain.seconds for _, taken in runs]
+        axes.plot(peaks, seconds, "x", color=_PLAIN, markersize=7, label="measured")
+    for technique, marker in zip(found.techniques, "sD^vP", strict=False):
+        axes.plot(*places([technique]), marker, color=_PLAIN, markersize=7, label=technique.name)
+    axes.axvline(found.smallest_bytes / plain.peak_bytes, color=_BUDGET, linestyle=":", label="no plan could need less")
+    axes.plot(1.0, 1.0, "*", color=_PLAIN, markersize=14, label="plain")
+    axes.set(
+        title="Time against memory, predicted", xlabel="peak / plain step's peak", ylabel="time / plain step's time"
+    )
+    _finish(axes)
     figure.savefig(path, dpi=130)
 
 

@@ -17,6 +17,7 @@ from reforward._units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from reforward._fit import FitReport, Proof
+    from reforward._frontier import Frontier
     from reforward._measure.measurement import Breakdown
     from reforward._train import TrainedStep
 
@@ -56,6 +57,27 @@ def breakdown_table(breakdown: Breakdown) -> RenderableType:
     table.add_section()
     table.add_row("peak", format_bytes(total), "", "", style="bold")
     return table
+
+
+def frontier_table(found: Frontier) -> RenderableType:
+    """Peaks and slowdowns along the curve, and of the named techniques, relative to the plain step as predicted."""
+    plain, every = found.plain, [*found.points, *found.techniques]
+    run = any(point.measured for point in every)
+    columns = ["", ">peak", ">of plain", ">slowdown", *([">measured", ">time"] if run else [])]
+    table = _table("Time against memory", *columns)
+    for point in every:
+        if found.techniques and point is found.techniques[0]:
+            table.add_section()
+        taken = point.measured
+        table.add_row(
+            point.name or "fastest plan",
+            format_bytes(point.peak_bytes),
+            f"{point.peak_bytes / plain.peak_bytes:.1%}",
+            f"{point.seconds / plain.seconds:.3f} ×" if plain.seconds else "–",
+            *([format_bytes(taken.peak_bytes), format_seconds(taken.seconds)] if taken else []),
+        )
+    least = f"The plain step: {format_bytes(plain.peak_bytes)}. No plan could have less than"
+    return Group(table, Text(f"{least} {format_bytes(found.smallest_bytes)}.", style="dim"))
 
 
 def plan_table(plan: Plan, blocks: Sequence[str] = ()) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reforward._errors import InputError
 from reforward._plan import Plan
 from reforward._profile_type import Profile
-from reforward._solve.frontier import FrontierPoint, frontier
+from reforward._solve.frontier import FrontierPoint, frontier, trace_frontier
 from reforward._solve.inside import Value, nested_choices
 from reforward._solve.options import Allow
 from reforward._solve.peak import Peak, explain_peak
@@ -28,6 +28,7 @@ __all__ = [
     "nested_choices",
     "simulate",
     "solve",
+    "trace_frontier",
 ]
 
 
