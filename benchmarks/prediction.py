@@ -21,6 +21,7 @@ from torch import nn
 import reforward as rf
 from _common import Workbench, allocated_peak, arguments, interleaved, models, show, write_json
 from reforward._default import default_step
+from reforward._report.fold import describe_policy
 from reforward._solve import simulate
 from reforward._techniques import resolve_plan
 from reforward._units import format_bytes
@@ -91,8 +92,7 @@ def techniques(workbench: Workbench) -> dict[str, Any]:
     policies = {option.policy for call in workbench.profiled.profile.calls for option in call.options}
     for policy in sorted(policies, key=repr):
         if isinstance(policy, rf.Recompute) and policy.save:
-            families = [chosen.family for chosen in policy.save if isinstance(chosen, rf.Ops)]
-            made[f"selective(save={'+'.join(families)})"] = rf.selective(save=policy.save)
+            made[describe_policy(policy)] = rf.selective(save=policy.save)
     if any(path.endswith(".mlp") for path, _ in workbench.model.named_modules()):
         made['selective(recompute="*.mlp")'] = rf.selective(recompute="*.mlp")
     return made

@@ -92,7 +92,7 @@ def test_runs_that_a_model_does_not_allow_are_left_out() -> None:
 @pytest.mark.parametrize("points", [1, 0, -3, 2.5, "4", None])
 def test_bad_numbers_of_points(points: Any) -> None:
     model, loss = models.build("gpt")
-    with pytest.raises(rf.InputError, match="at least 2 points"):
+    with pytest.raises(rf.InputError, match="points must be a whole number of at least 2"):
         rf.frontier(model, loss, points=points)
 
 

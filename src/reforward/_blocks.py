@@ -11,6 +11,7 @@ what is an edge of the model (embedding, head) or a set of alternatives (experts
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,8 +80,10 @@ def find_blocks(model: nn.Module, select: Selection | None = None) -> tuple[Bloc
 
     Raises:
         PatternError: a pattern, path or class in `select` matches nothing.
-        InputError: one selected module lies inside another, or a parameter has no shape yet.
+        InputError: what is given isn't a model, one selected module lies inside another, or a parameter has no shape
+            yet.
     """
+    check_model(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model first")
@@ -91,6 +94,16 @@ def find_blocks(model: nn.Module, select: Selection | None = None) -> tuple[Bloc
     unique = {id(unit.module): unit for unit in reversed(found)}
     kept = [unit for unit in found if unique[id(unit.module)] is unit]
     return _number(kept)
+
+
+def check_model(model: object) -> None:
+    """Refuses what isn't a model.
+
+    Raises:
+        InputError: it isn't.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be a torch.nn.Module, not {reprlib.repr(model)}")
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:

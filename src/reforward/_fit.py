@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from reforward._blocks import Block, find_blocks
+from reforward._blocks import Block, check_model, find_blocks
 from reforward._errors import BudgetError, InputError, ReplayMismatchError
 from reforward._frontier import FrontierPoint, frontier_points
 from reforward._measure import Measurement, measure
@@ -23,7 +23,7 @@ from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
 from reforward._solve import Planner, Solution, explain_peak
 from reforward._step import Step
-from reforward._techniques import check_blocks, check_model, none, type_name
+from reforward._techniques import check_blocks, none, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
 from reforward._verify import Proof, verify_regions, verify_step
 
@@ -225,8 +225,6 @@ class _Search:
         self._step = step
         self._tell = tell
         check_model(model)
-        if blocks is not None:
-            blocks = check_blocks(blocks, model)
         share = _checked(budget)
         self._device = device_of(model)
         self.profiled: Profiled = profile_step(

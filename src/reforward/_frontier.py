@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from reforward._blocks import Block
-from reforward._errors import InputError, PlanError
+from reforward._errors import PlanError
 from reforward._measure import Measurement, measure
 from reforward._plan import Plan
 from reforward._profile import Profiled, profile_step
 from reforward._runtime import attached
 from reforward._solve import Planner, simulate, trace_frontier
 from reforward._step import Step
-from reforward._techniques import Technique, check_blocks, check_model, every, full, segments
+from reforward._techniques import Technique, every, full, segments
+from reforward._units import check_count
 
 Progress = Callable[[str, float], None]
 
@@ -91,11 +92,9 @@ def frontier(
         InputError: fewer than two points, or what is given isn't a model.
         DryRunError, StepError: as `profile` does.
     """
-    check_model(model)
-    if not isinstance(points, int) or points < 2:
-        raise InputError(f"a frontier needs at least 2 points, not {points!r}")
-    step, found = Step.of(step), None if blocks is None else check_blocks(blocks, model)
-    profiled = profile_step(model, step, blocks=found, progress=lambda text, share: progress(text, 0.4 * share))
+    check_count("points", points, least=2)
+    step = Step.of(step)
+    profiled = profile_step(model, step, blocks=blocks, progress=lambda text, share: progress(text, 0.4 * share))
     planner = Planner(profiled.profile)
     progress("planning", 0.4)
     curve, techniques = frontier_points(planner, points), tuple(_techniques(model, profiled))

@@ -6,6 +6,7 @@ a range of indices, as in a Python slice: `layers[0:12]`, `encoder.layer[2:]`, `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -65,6 +66,7 @@ def assign(rules: Mapping[str, T], paths: Iterable[str]) -> dict[str, T]:
     return {path: rules[owner[path]] for path in paths if path in owner}
 
 
+@functools.lru_cache(1024)  # asked for at every operation of a call that a plan looks into
 def _matcher(pattern: str):
     ranges: list[tuple[int | None, int | None]] = []
     regex, position = "", 0

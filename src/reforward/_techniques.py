@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from typing import Literal, get_args
 from torch import nn
 
 from reforward import _patterns
-from reforward._blocks import Block, find_blocks, modules_by_path
+from reforward._blocks import Block, check_model, find_blocks, modules_by_path
 from reforward._errors import InputError, PlanError
 from reforward._plan import Node, Plan, Region, Run, When, leaves
 from reforward._policy import FAMILIES, Device, Modules, Ops, Place, Policy, Recompute, Save, Selector, selectors
+from reforward._units import check_count
 
 _HERE = Device()
 
@@ -56,7 +56,7 @@ class Technique(ABC):
             InputError: the model has no block, or `blocks` aren't blocks of it.
             PatternError: a pattern for submodules matches nothing in the blocks.
         """
-        blocks = _blocks_of(model) if blocks is None else check_blocks(blocks, model)
+        blocks = blocks_of(model) if blocks is None else check_blocks(blocks, model)
         plan = Plan(nodes=self._nodes(model, blocks), model_type=type_name(model), when=self.when)
         check_plan(plan, model)
         return plan
@@ -91,7 +91,7 @@ class Every(Technique):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_count("n", self.n)
+        check_count("n", self.n)
 
     def _nodes(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[Node, ...]:
         return tuple(
@@ -114,9 +114,9 @@ class Segments(Technique):
     def __post_init__(self):
         super().__post_init__()
         if self.count != "sqrt":
-            _check_count("the number of segments", self.count, alternative=" or 'sqrt'")
+            check_count("the number of segments", self.count, alternative=" or 'sqrt'")
         if self.nested is not None:
-            _check_count("nested", self.nested)
+            check_count("nested", self.nested)
 
     def _nodes(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[Node, ...]:
         order = {block.path: position for position, block in enumerate(blocks)}
@@ -239,7 +239,7 @@ def resolve_plan(model: nn.Module, what: Plan | Technique | Policy | Mapping[str
     if isinstance(what, Technique):
         return what.resolve(model)
     if isinstance(what, Policy):
-        nodes = tuple(_region(block, what) for block in _blocks_of(model) if not block.overwrites_input)
+        nodes = tuple(_region(block, what) for block in blocks_of(model) if not block.overwrites_input)
     elif isinstance(what, Mapping):
         nodes = _nodes_of_rules(model, what)
     else:
@@ -249,16 +249,6 @@ def resolve_plan(model: nn.Module, what: Plan | Technique | Policy | Mapping[str
     plan = Plan(nodes=nodes, model_type=type_name(model))
     check_plan(plan, model)
     return plan
-
-
-def check_model(model: object) -> None:
-    """Refuses what isn't a model.
-
-    Raises:
-        InputError: it isn't.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model must be a torch.nn.Module, not {reprlib.repr(model)}")
 
 
 def check_blocks(blocks: Sequence[Block], model: nn.Module) -> tuple[Block, ...]:
@@ -349,8 +339,12 @@ def _check_save_patterns(plan: Plan, paths: Sequence[str]) -> None:
 # Blocks to nodes
 
 
-def _blocks_of(model: nn.Module) -> tuple[Block, ...]:
-    check_model(model)
+def blocks_of(model: nn.Module) -> tuple[Block, ...]:
+    """The blocks that are found in a model, at least one.
+
+    Raises:
+        InputError: there is none.
+    """
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
@@ -480,8 +474,3 @@ def type_name(model: nn.Module) -> str:
 
 def _unwrapped(modules: Mapping[str, nn.Module]) -> nn.Module:
     return modules.get(_patterns.PEFT_MODEL, modules[""])
-
-
-def _check_count(name: str, value: object, *, alternative: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1{alternative}, not {value!r}")

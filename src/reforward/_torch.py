@@ -262,7 +262,41 @@ attention_switches: tuple[Callable[[], bool], ...] = (
 )
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 warns_of_nondeterminism: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
-matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+_PRECISIONS = [
+    ("generic", "all"),
+    *[(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")],
+]
+
+
+def float32_precision() -> Any:
+    """Which precision float32 products are computed with, by whichever of torch's two interfaces was used to set it.
+
+    Checked on 2.13.0: once it was set per backend, the older interface raises.
+    """
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return tuple([torch._C._get_fp32_precision_getter(*place) for place in _PRECISIONS])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_float32_precision(value: Any) -> None:
+    """Puts back what `float32_precision` gave."""
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+        return
+    for place, precision in zip(_PRECISIONS, value, strict=True):
+        if torch._C._get_fp32_precision_getter(*place) != precision:  # pyright: ignore[reportAttributeAccessIssue]
+            torch._C._set_fp32_precision_setter(*place, precision)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+#: Which kernels are allowed: how each switch is read and written.
+kernel_switches: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),  # pyright: ignore[reportAttributeAccessIssue]
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+)
 
 
 def in_transform() -> bool:

@@ -59,6 +59,16 @@ def parse_share(text: str) -> tuple[float, bool] | None:
     return share, match[2] is not None
 
 
+def check_count(name: str, value: object, *, least: int = 1, alternative: str = "") -> None:
+    """Refuses what isn't a whole number of at least `least`.
+
+    Raises:
+        InputError: it isn't.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}{alternative}, not {value!r}")
+
+
 def format_bytes(count: float) -> str:
     """`1536` → `"1.50 KiB"`; three significant digits, binary units."""
     sign, count = ("-", -count) if count < 0 else ("", count)

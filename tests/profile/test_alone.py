@@ -1,14 +1,17 @@
 """Blocks that are run by themselves run as they do in the step."""
 
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import models
 import reforward as rf
+from reforward import profile
 from reforward._profile import profile_step
+from untouched import fingerprint
 
 
 def test_under_the_autocast_of_the_step():
@@ -148,3 +151,79 @@ def test_a_step_that_differs_from_time_to_time_is_refused(first, then, words, ti
     blocks = rf.find_blocks(model, nn.Linear)
     with pytest.raises(rf.DryRunError, match=words):
         rf.profile(model, lambda: model(torch.ones(2, 8)), blocks=blocks)
+
+
+class Loops(nn.Module):
+    """Does the same `times` over, which its text doesn't show; (batch, 32) → the same."""
+
+    def __init__(self, times: int):
+        super().__init__()
+        self.times, self.linear = times, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_blocks_that_look_alike_and_do_more_or_less_cost_more_or_less() -> None:
+    model, x = nn.Sequential(Loops(2), Loops(1), Loops(8), Loops(1)), torch.randn(64, 32)
+    calls = profile(model, lambda: model(x).sum()).calls
+    once, often, again = [call.options[1] for call in calls[1:]]
+    assert calls[1].signature != calls[2].signature
+    assert often.replay_flops > 6 * once.replay_flops == 6 * again.replay_flops
+    assert often.forward_seconds > once.forward_seconds
+    assert once.forward_seconds == again.forward_seconds
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(rf.InputError, match="has no blocks"):
+        profile(model, lambda: model(torch.ones(2, 8)).sum())
+
+
+@pytest.mark.parametrize("blocks", [[], [1], "a"], ids=repr)
+def test_blocks_that_are_none_are_refused(blocks: Any) -> None:
+    model = nn.Sequential(Loops(1), Loops(1))
+    with pytest.raises(rf.InputError, match=r"block"):
+        profile(model, lambda: model(torch.ones(2, 32)).sum(), blocks=blocks)
+
+
+class Cache:
+    """What the blocks of a decoder pass on beside their output."""
+
+    def __init__(self):
+        self.layers: list[Tensor] = []
+
+
+class Caching(nn.Module):
+    """Reads what earlier blocks put into the cache, and adds to it; (batch, 16) → the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.layers.append(x)
+        return x + self.down(torch.tanh(self.up(torch.stack(cache.layers).mean(0))))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Caching() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+def test_a_cache_among_the_arguments_is_as_it_was_at_the_call() -> None:
+    model, x = Decoder(), torch.randn(1024, 16)
+    before = fingerprint(model)
+    plan = rf.fit(model, lambda: model(x).square().sum(), "80%")
+    assert plan.nodes
+    rf.detach(model)
+    assert fingerprint(model) == before

@@ -109,3 +109,11 @@ def test_options_of_a_whole_model_keep_more_and_more() -> None:
         kept = [option.forward_delta_bytes for option in one.options[1:]]
         assert flops == sorted(flops, reverse=True)
         assert kept == sorted(kept)
+
+
+def test_the_layers_of_a_sequential_are_told_apart() -> None:
+    calls = [call("matmul", (f"layers.0.{n}", 0), kept=4 + n) for n in (1, 3)]
+    assert policies_inside("layers.0", calls) == (
+        Recompute(save=[Ops(family="matmul", within="*.1")]),
+        Recompute(save=[Ops(family="matmul")]),
+    )

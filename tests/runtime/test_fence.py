@@ -1,6 +1,8 @@
 """What must not happen twice or differently in a replay: draws, buffers, attributes, settings around the call."""
 
 import random
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 
 import reforward as rf
 
@@ -684,3 +687,115 @@ def test_iterators_in_and_out_are_refused_by_name(give):
     rf.attach(model, rf.full())
     with pytest.raises(rf.ReplayError, match=r"'layers.0' \(Yields\) returns an iterator"):
         model(torch.ones(4, 8))
+
+
+class RefusesAgain(TorchFunctionMode):
+    """A setting of the user's that can't be put in force a second time."""
+
+    entered = False
+
+    def __enter__(self):
+        if self.entered:
+            raise RuntimeError("only once")
+        self.entered = True
+        return super().__enter__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_fails_while_the_world_is_put_back_leaves_it_as_it_is():
+    class Counts(nn.Linear):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return torch.tanh(super().forward(x))
+
+    model = nn.Sequential(Counts(4, 4))
+    rf.attach(model, {"0": rf.Recompute()})
+    with RefusesAgain():
+        loss = model(torch.randn(2, 4, requires_grad=True)).sum()
+    model.eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    state = torch.get_rng_state()
+    try:
+        with pytest.raises(RuntimeError, match="only once"):
+            loss.backward()
+        assert model[0].count == 1
+        assert not model[0].training
+        assert torch.get_num_threads() == threads + 1
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not rf.is_replaying()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("first", [0, 2])
+def test_kernels_are_those_of_the_forward(first):
+    """Without oneDNN a convolution rounds otherwise."""
+
+    def work(model, x):
+        for step in range(4):
+            with torch.backends.mkldnn.flags(enabled=step < first):
+                loss = model(x).square().sum()
+            loss.backward()
+            yield loss.detach()
+
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.more = nn.Conv1d(1, 8, 3, padding=1), nn.Conv1d(8, 1, 3, padding=1)
+
+        def forward(self, x):
+            return torch.tanh(self.more(torch.tanh(self.conv(x[:, None]))))[:, 0]
+
+    compare(work, {"layers[0:2]": rf.Recompute()}, lambda: Stack(Conv(), Conv()))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["cuda.matmul.fp32_precision = 'tf32'", "fp32_precision = 'tf32'", "mkldnn.matmul.fp32_precision = 'bf16'"],
+)
+def test_precision_set_by_either_interface(setting):
+    """In a process of its own: once one interface was used, the other raises."""
+    script = f"""
+import torch, reforward as rf
+from torch import nn
+torch.backends.{setting}
+model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+rf.attach(model, {{"0": rf.Recompute()}})
+model(x).sum().backward()
+loss = model(x).sum()
+torch.backends.cuda.matmul.fp32_precision = "ieee"
+loss.backward()
+assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
+
+
+def test_another_kind_of_numpy_generator():
+    script = """
+import numpy, torch, reforward as rf
+from torch import nn
+numpy.random.set_bit_generator(numpy.random.PCG64(1))
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x) * numpy.random.rand())
+
+torch.manual_seed(0)
+model, x = nn.Sequential(Block(4, 4), Block(4, 4)), torch.randn(2, 4)
+state = numpy.random.get_state(legacy=False)
+model(x).sum().backward()
+plain, after = [p.grad.clone() for p in model.parameters()], numpy.random.rand()
+model.zero_grad()
+numpy.random.set_state(state)
+rf.attach(model, {"0": rf.Recompute(), "1": rf.Recompute()})
+model(x).sum().backward()
+assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain))
+assert numpy.random.rand() == after
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

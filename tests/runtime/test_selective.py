@@ -226,3 +226,26 @@ def test_a_call_of_another_function_at_the_same_place_is_refused():
     loss = model(torch.randn(4, 8)).sum()
     with pytest.raises(rf.ReplayMismatchError, match=r"'layers\.0'.*'matmul'"):
         loss.backward()
+
+
+@pytest.mark.parametrize("nth", [2, 3])
+def test_numbers_count_what_a_kept_submodule_does_as_well(nth):
+    class Two(Block):
+        def __init__(self):
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(self.inner(self.norm(x))))).sin()
+
+    def kept(save):
+        model = Stack(Two())
+        rf.attach(model, {"layers.0": Recompute(save=save)})
+        x = torch.randn(4, 8)
+        with Work() as work:
+            model(x).sum().backward()
+        return work.of(*MATMULS)
+
+    one = Ops(family="matmul", nth=nth)
+    compare(one_backward, {"layers.0": Recompute(save=["*.inner", one])}, lambda: Stack(Two()))
+    assert kept(["*.inner", one]) == kept("*.inner") - 1

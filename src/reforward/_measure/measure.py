@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reforward._blocks import find_blocks, watching
+from reforward._blocks import check_model, find_blocks, watching
 from reforward._errors import InputError
 from reforward._measure.account import Account, balance, thinned
 from reforward._measure.breakdown import break_down
@@ -21,6 +21,7 @@ from reforward._measure.state import preserved
 from reforward._measure.static import addresses, gradients, holdings, optimizer_tensors, step_inputs, trainable
 from reforward._measure.trace import Span, Trace, record, span
 from reforward._step import Phase, Step
+from reforward._units import check_count
 
 TIMELINE_POINTS = 3000
 
@@ -53,9 +54,9 @@ def measure(
         StepError: the step can't be run.
     """
     step = Step.of(step)
-    if repeats < 1:
-        raise InputError(f"repeats must be at least 1, not {repeats!r}")
-    if not 0 <= variant < step.variants:
+    check_count("repeats", repeats)
+    check_count("variant", variant, least=0)
+    if variant >= step.variants:
         raise InputError(f"the step has {step.variants} batches, so variant must be below that, not {variant!r}")
     device = device_of(model)
     runner = _Runner(model, step, variant, optimize, device)
@@ -89,6 +90,7 @@ def device_of(model: nn.Module) -> torch.device:
     Raises:
         InputError: there are no parameters, or they hold no memory (meta device).
     """
+    check_model(model)
     held: dict[torch.device, int] = {}
     for parameter in model.parameters():
         held[parameter.device] = held.get(parameter.device, 0) + parameter.numel() * parameter.element_size()

@@ -61,6 +61,7 @@ class BlockCall:
         follows: whether it received the output of the call before it.
         output_bytes: size of the storages of its output.
         inputs: shape, type and requires_grad of each tensor it was given.
+        flops: floating-point operations of its forward.
         graded: which of its output tensors got a gradient.
         differentiates: whether its forward took a gradient.
     """
@@ -69,6 +70,7 @@ class BlockCall:
     follows: bool
     output_bytes: int
     inputs: tuple[Any, ...]
+    flops: int = 0
     graded: tuple[int, ...] = ()
     differentiates: bool = False
 
@@ -376,8 +378,12 @@ class _Watch:
         tensors = _torch.tensors_in(output)
         self._output = [weakref.ref(t) for t in tensors]
         size = sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
-        differentiates = self.operations.in_backward
-        self.calls[call] = replace(self.calls[call], output_bytes=size, differentiates=differentiates)
+        self.calls[call] = replace(
+            self.calls[call],
+            output_bytes=size,
+            flops=self.operations.flops - self._begin_flops,
+            differentiates=self.operations.in_backward,
+        )
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad and id(tensor) not in given:  # what is only passed on was made elsewhere
                 tensor.register_hook(lambda gradient, index=index: self._begin_backward(call, index))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from reforward import _torch
 from reforward._blocks import watching
 from reforward._errors import DryRunError
 from reforward._profile.dry import BlockCall, check_same_calls, described, inputs_of
-from reforward._runtime import Ambient, accelerators
+from reforward._runtime import Ambient, Parts, accelerators
 
 
 class _Link:
@@ -22,6 +21,25 @@ class _Link:
 
     def __init__(self, index: int):
         self.index = index
+
+
+class _Object:
+    """In an object's place: what it held when the call began. A block may change it: append to a cache, say."""
+
+    def __init__(self, value: Any):
+        self._parts = Parts()
+        self._ref = self._parts.take(value)
+        self._parts.close()
+        self._parts.leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in self._parts.leaves]
+
+    def fresh(self) -> Any:
+        """An object like it."""
+
+        def leaf(ref: int) -> Any:
+            value = self._parts.leaf(ref)
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        return self._parts.rebuild(self._ref, leaf, {})
 
 
 class CallInputs:
@@ -41,7 +59,7 @@ class CallInputs:
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in positions}
         kept = {key: tensor.detach().clone() for key, tensor in given.items()}
         self._leaves = [
-            (copy.copy(leaf), False)
+            (_Object(leaf), False)
             if not isinstance(leaf, torch.Tensor)
             else (_Link(positions[id(leaf)]), next(wants))
             if id(leaf) in positions
@@ -61,7 +79,7 @@ class CallInputs:
             if isinstance(leaf, _Link)
             else made[id(leaf)]  # given twice again: attention asks whether `query is key`
             if isinstance(leaf, torch.Tensor)
-            else copy.copy(leaf)
+            else leaf.fresh()
             for leaf, _ in self._leaves
         ]
         return _torch.unflatten(leaves, self._structure)

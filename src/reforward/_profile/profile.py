@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from reforward._blocks import Block, find_blocks, modules_by_path
-from reforward._errors import DryRunError
+from reforward._blocks import Block, modules_by_path
+from reforward._errors import DryRunError, InputError
 from reforward._plan import Plan, Region
 from reforward._policy import Policy, Recompute, Save
 from reforward._profile.dry import BlockCall, DryRun, Segment, check_same_calls, dry_run
@@ -19,7 +19,7 @@ from reforward._profile.real import BlockSeconds, RealCosts, kind_of, learn_vari
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
 from reforward._step import Step
-from reforward._techniques import none
+from reforward._techniques import blocks_of, check_blocks, none
 
 Progress = Callable[[str, float], None]
 
@@ -63,6 +63,7 @@ def profile(
         blocks: as `find_blocks` gives them; None finds them.
 
     Raises:
+        InputError: what is given isn't a model, it has no blocks, or these aren't blocks of it.
         DryRunError: the model can't be run on fake tensors, or the step isn't the same each time it runs.
         StepError: the step can't be run, or calls no block.
     """
@@ -77,8 +78,11 @@ def profile_step(
     progress: Progress = lambda text, share: None,
 ) -> Profiled:
     """`profile`, with what it was made from."""
+    given = blocks_of(model) if blocks is None else check_blocks(blocks, model)
     # What overwrites its input can't be computed again from it, so it isn't a block here.
-    found = tuple(block for block in blocks or find_blocks(model) if not block.overwrites_input)
+    found = tuple(block for block in given if not block.overwrites_input)
+    if not found:
+        raise InputError(f"every block overwrites its input ({given[0].path!r}, ...), so none can be computed again")
     with attached(model, none()):
         progress("dry run of the plain step", 0.0)
         first = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
@@ -91,8 +95,9 @@ def profile_step(
                 costs = replace(costs, knowledge=known)
     policies = _policies_by_path(model, found, costs)
     runs: list[DryRun] = []
-    for number in range(max(map(len, policies.values()), default=1)):
-        progress("dry runs of the options", 0.5 + 0.5 * number / max(map(len, policies.values())))
+    rounds = max(map(len, policies.values()))
+    for number in range(rounds):
+        progress("dry runs of the options", 0.5 + 0.5 * number / rounds)
         chosen = {path: some[min(number, len(some) - 1)] for path, some in policies.items()}
         with attached(model, Plan(nodes=tuple(Region(path=path, policy=policy) for path, policy in chosen.items()))):
             runs.append(dry_run(model, step, found, variant=variant, knowledge=costs.knowledge))

@@ -71,8 +71,9 @@ class RealCosts:
 
 def signature(module: nn.Module, call: BlockCall) -> Signature:
     """Equal for block calls that cost the same: same class and sizes, same trainable parameters, same inputs, same
-    gradients."""
-    return (*kind_of(module), tuple(p.requires_grad for p in module.parameters()), call.inputs, call.graded)
+    gradients, as many operations: a setting that the module's text doesn't show (how often it loops) shows there."""
+    trained = tuple(p.requires_grad for p in module.parameters())
+    return (*kind_of(module), trained, call.inputs, call.graded, call.flops)
 
 
 def kind_of(module: nn.Module) -> Kind:
@@ -197,22 +198,22 @@ class _Case:
         """
         args, kwargs = self.inputs.fresh()
         sources = [t for t in (*_torch.tensors_in((args, kwargs)), *self.module.parameters()) if t.requires_grad]
-        begin = _now(device)
         try:
+            begin = _now(device)
             with torch.enable_grad(), self.inputs.settings():
                 outputs = _torch.tensors_in(self.module(*args, **kwargs))
+            forward = _now(device) - begin
+            graded = [outputs[index] for index in self.graded]
+            ones = [torch.ones_like(t) for t in graded]
+            del outputs
+            begin = _now(device)
+            if graded and sources:
+                torch.autograd.grad(graded, sources, ones, allow_unused=True)
+            return forward, _now(device) - begin
         except RuntimeError as error:
             raise ReplayError(
                 f"block {self.path!r} can't be run by itself: {error}. Leave it out: name the others with blocks="
             ) from error
-        forward = _now(device) - begin
-        graded = [outputs[index] for index in self.graded]
-        ones = [torch.ones_like(t) for t in graded]
-        del outputs
-        begin = _now(device)
-        if graded and sources:
-            torch.autograd.grad(graded, sources, ones, allow_unused=True)
-        return forward, _now(device) - begin
 
 
 class _Bench:

@@ -5,12 +5,14 @@ from reforward._runtime.attach import attach, attached, detach, suspended
 from reforward._runtime.checkpoint import checkpoint
 from reforward._runtime.depth import is_replaying
 from reforward._runtime.hooks import counted as counted_hooks
+from reforward._runtime.parts import Parts
 from reforward._runtime.seen import SeenCall, seen_calls
 from reforward._runtime.selective import is_meant
 from reforward._runtime.streams import RngState, accelerators
 
 __all__ = [
     "Ambient",
+    "Parts",
     "RngState",
     "SeenCall",
     "accelerators",

@@ -26,7 +26,7 @@ class Ambient(NamedTuple):
         autocast: on or off, and its type, per device type.
         cache: whether autocast keeps casts of weights.
         attention: which of `_BACKENDS` are allowed.
-        numerics: default type, deterministic algorithms, precision of float32 products, threads.
+        numerics: default type, deterministic algorithms, precision of float32 products, threads, kernels allowed.
         modes: function modes, such as `with torch.device(...)`, from the outermost in; compared by identity.
         parametrizations: the values that `parametrize.cached()` holds; None outside of it.
     """
@@ -59,20 +59,20 @@ class Ambient(NamedTuple):
         now = self._of_types(tuple([device[0] for device in self.autocast]))
         if self == now:
             return None
-        stack = ExitStack()
-        for device, enabled, dtype in self.autocast:
-            stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
-        if self.attention != now.attention:
-            stack.enter_context(sdpa_kernel([b for b, on in zip(_BACKENDS, self.attention, strict=True) if on]))
-        for (_, write), wanted, current in zip(_NUMERICS, self.numerics, now.numerics, strict=True):
-            if wanted != current:
-                write(wanted)
-                stack.callback(write, current)
-        if self.modes != now.modes:
-            stack.enter_context(_torch.under_function_modes(self.modes))
-        if self.parametrizations != now.parametrizations:
-            stack.enter_context(_torch.CachedParametrizations.shown(self.parametrizations))
-        return stack
+        with ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, self.cache))
+            if self.attention != now.attention:
+                stack.enter_context(sdpa_kernel([b for b, on in zip(_BACKENDS, self.attention, strict=True) if on]))
+            for (_, write), wanted, current in zip(_NUMERICS, self.numerics, now.numerics, strict=True):
+                if wanted != current:
+                    write(wanted)
+                    stack.callback(write, current)
+            if self.modes != now.modes:
+                stack.enter_context(_torch.under_function_modes(self.modes))
+            if self.parametrizations != now.parametrizations:
+                stack.enter_context(_torch.CachedParametrizations.shown(self.parametrizations))
+            return stack.pop_all()
 
 
 def _set_deterministic(on: bool) -> None:
@@ -88,7 +88,8 @@ _NUMERICS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_torch.is_deterministic, _set_deterministic),
     (_torch.warns_of_nondeterminism, _set_warn_only),
-    (_torch.matmul_precision, torch.set_float32_matmul_precision),
+    (_torch.float32_precision, _torch.set_float32_precision),
     (torch.get_num_threads, torch.set_num_threads),
+    *_torch.kernel_switches,
 )
 _READ_NUMERICS = [read for read, _ in _NUMERICS]

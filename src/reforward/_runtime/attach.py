@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from reforward import _patterns, _torch
-from reforward._blocks import modules_by_path
+from reforward._blocks import check_model, modules_by_path
 from reforward._errors import AttachError, InputError, PatternError, PlanError, ReplayError
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
@@ -32,7 +32,7 @@ from reforward._runtime.replay import Recording, current_frame, is_open_to_regio
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
-from reforward._techniques import check_model, resolve_plan
+from reforward._techniques import resolve_plan
 
 _requires_grad = operator.attrgetter("requires_grad")
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})

@@ -235,6 +235,8 @@ class Call:
         for kept in self._leaves:
             if isinstance(kept, Kept):
                 self._expect_intact(kept)
+        if self._held is not None:
+            self.fence.expect_in_place(self._held[1])
         undo, made = self.fence.rewind()
         try:
             fresh: dict[Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`
@@ -328,7 +330,8 @@ def new_call(
         modules: those that the call may reach.
         devices: accelerators that it may draw random numbers on.
         called_modules: how many of the first modules are called outside of the function, with their hooks.
-        others: as of `Call`.
+
+    The others are those of `Call`.
     """
     state = ModuleState(name, modules, learnt, arguments.parts)
     fence = Fence(state, devices, Hooks(state.modules[called_modules:]), learnt)

@@ -63,13 +63,15 @@ def checkpoint(
     del use_reentrant, preserve_rng_state
     if not callable(function):
         raise InputError(f"rf.checkpoint calls a function or module, not {function!r}")
+    if context_fn is not None and not callable(context_fn):
+        raise InputError(f"context_fn must be a function that returns two contexts, not {context_fn!r}")
     if determinism_check not in ("default", "none"):
         raise InputError(f"determinism_check must be 'default' or 'none', not {determinism_check!r}")
     if torch.compiler.is_compiling():
         options = {"determinism_check": determinism_check, "debug": debug, "early_stop": early_stop}
         return _in_compiler(function, policy, args, kwargs, context_fn, options)
     _check_policy(policy)
-    in_forward, in_replay = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+    in_forward, in_replay = _contexts_of(context_fn)
     frame = current_frame()
     if (
         isinstance(policy, Save)
@@ -107,6 +109,15 @@ def checkpoint(
         result = recording.forward(call, args, kwargs, Keeper.of(policy, name), frame)
     call.seal()
     return result
+
+
+def _contexts_of(context_fn: Callable[[], Contexts] | None) -> Contexts:
+    made: Any = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+    if not isinstance(made, (tuple, list)) or len(made) != 2 or not all(hasattr(one, "__enter__") for one in made):
+        raise InputError(
+            f"context_fn must return two contexts, one for the forward and one for the replay, not {made!r}"
+        )
+    return made[0], made[1]
 
 
 def _check_policy(policy: Policy) -> None:

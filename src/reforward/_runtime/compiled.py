@@ -348,11 +348,8 @@ def _warn_of_unseen(path: str, save: Iterable[Selector], compiled: list[str], pa
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called, or it is what `torch.compile(module)` returned.
-
-    Checked on 2.13.0: nothing public says so.
-    """
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    """Whether `module.compile()` was called, or it is what `torch.compile(module)` returned."""
+    return _torch.any_compiled([module]) or type(module).__name__ == "OptimizedModule"
 
 
 def _is_within(path: str, outer: str) -> bool:

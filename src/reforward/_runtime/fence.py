@@ -61,6 +61,14 @@ class Fence:
         """The parameters and buffers of the modules, as they are in place now."""
         return self._state.tensors
 
+    def expect_in_place(self, storages: set[int]) -> None:
+        """Refuses parameters whose memory isn't among these storages, which it was when the forward ran.
+
+        Raises:
+            MutationError: there is one.
+        """
+        self._state.expect_in_place(storages)
+
     def snapshot_outside(self) -> Outside:
         """What the code of the modules refers to beside modules and arguments."""
         return Outside(self._learnt.places or [])
@@ -90,22 +98,24 @@ class Fence:
             once, when all calls are done.
         """
         undo_modules, made = self._state.rewind()
-        undo_outside = self._outside.rewind() if self._outside is not None else None
-        undo_hooks = self._hooks.rewind()
-        streams = [stream.now() for stream in self._streams]
-        settings = self._ambient.enter()
-        self._rng.apply()
-        for stream in self._streams:
-            stream.apply()
+        undoing = [undo_modules]
 
         def undo() -> None:
-            if settings is not None:
-                settings.close()
-            for stream in streams:
-                stream.apply()
-            undo_hooks()
-            if undo_outside is not None:
-                undo_outside()
-            undo_modules()
+            while undoing:
+                undoing.pop()()
 
+        try:
+            if self._outside is not None:
+                undoing.append(self._outside.rewind())
+            undoing.append(self._hooks.rewind())
+            undoing += [stream.now().apply for stream in self._streams]
+            settings = self._ambient.enter()
+            if settings is not None:
+                undoing.append(settings.close)
+            self._rng.apply()
+            for stream in self._streams:
+                stream.apply()
+        except BaseException:
+            undo()
+            raise
         return undo, made

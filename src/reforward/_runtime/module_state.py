@@ -236,10 +236,12 @@ class ModuleState:
         if self._gradients is not None and self._gradients != self._gradients_now():
             self._learnt.adds_gradients = True
         self._steady = {ref for home, key, ref in self._attributes if self._parts.matches(ref, home.get(key), {})}
+        written: list[_HeldTensor] = []
         for held in self._all_held():
             if not held.written():
                 held.copy = None
                 continue
+            written.append(held)
             self._learnt.written.add(held.key)
             if held in self._scripted:
                 raise ReplayError(
@@ -251,6 +253,21 @@ class ModuleState:
                     f"block {self._name!r} wrote its buffer {held.name!r} ({held.tensor.nbytes} bytes) in place in this"
                     " forward but in none before, so its value can't be brought back for the replay; run one forward of"
                     " the whole step before training, or leave this block out of the plan"
+                )
+
+        if written:
+            self._refuse_views(written)
+
+    def _refuse_views(self, written: list[_HeldTensor]) -> None:
+        """A replay finds copies of what was written, and two of one memory would go apart."""
+        seen: dict[int, _HeldTensor] = {}
+        for held in [*written, *self._all_held()]:
+            other = seen.setdefault(_torch.storage_key(held.tensor), held)
+            if other.tensor is not held.tensor and (other.copy is not None or held.copy is not None):
+                raise ReplayError(
+                    f"block {self._name!r} wrote the buffer {other.name!r}, which shares its memory with"
+                    f" {held.name!r}, so the two can't be brought back for the replay; keep one of them and take the"
+                    " other as a view of it in forward, or leave this block out of the plan"
                 )
 
     def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:
@@ -301,7 +318,8 @@ class ModuleState:
             return made
         # Kept alive by this list: if a copy were freed in the replay, another tensor could take its address and be
         # taken for it.
-        shown = [one.shown() for one in held]
+        once: dict[int, torch.Tensor] = {}  # a buffer of two modules is one again
+        shown = [once[id(o.tensor)] if id(o.tensor) in once else once.setdefault(id(o.tensor), o.shown()) for o in held]
         for one, tensor in zip(held, shown, strict=True):
             if one.home is not None:
                 one.home[one.name] = tensor
@@ -319,6 +337,12 @@ class ModuleState:
         for home, key, ref in self._attributes:
             home[key] = self._parts.rebuild(ref, leaf, made)
         return made
+
+    def expect_in_place(self, storages: set[int]) -> None:
+        """As of `Fence`."""
+        for parameter, *_ in self._parameters:
+            if _torch.storage_key(parameter) not in storages:
+                raise self._mutated("parameter", self._name_of(parameter), parameter)
 
     def _check_unchanged(self) -> None:
         for parameter, version, _ in self._parameters:

@@ -53,6 +53,9 @@ class _Local(threading.local):
     backward: int | None = None
     replayed: list[weakref.ref[Recording]]
 
+    def __init__(self):
+        self.replayed = []
+
 
 _local = _Local()
 # A replay exchanges what modules hold and sets the global streams: two threads can't do that at once.
@@ -108,13 +111,16 @@ class Holder:
             MutationError: it was changed in place since it was saved; autograd would refuse it as well.
             ReplayMismatchError: the replay took another way than the forward did.
         """
-        if self.value is None:
-            self._compute()
-            if self.inner is not None:
-                return self.inner.get()
+        value = self.value
+        if value is None:
+            with _one_at_a_time:  # the end of another thread's backward could take it away again
+                if self.value is None:
+                    self._compute()
+                    if self.inner is not None:
+                        return self.inner.get()
+                value = self.value
         elif self._recording is None:
             _note_backward_inside()
-        value = self.value
         if value is None:
             raise ReplayMismatchError(
                 f"block {self._name!r}: the replay saved fewer tensors for backward than the forward did. Its forward"
@@ -352,16 +358,19 @@ def _release_at_end_of_backward(recording: Recording) -> None:
     if number is None:
         return
     if number != _local.backward:
-        _local.backward, _local.replayed = number, []
-        _torch.at_end_of_backward(partial(_release, _local.replayed))
+        # What is left of another pass: one that failed, at whose end nothing is called.
+        left = [reference for reference in _local.replayed if reference() is not None]
+        _local.backward, _local.replayed = number, left
+        _torch.at_end_of_backward(partial(_release, left))
     _local.replayed.append(weakref.ref(recording))
 
 
 def _release(replayed: list[weakref.ref[Recording]]) -> None:
-    for reference in replayed:
-        recording = reference()
-        if recording is not None:
-            recording.release()
+    with _one_at_a_time:
+        while replayed:
+            recording = replayed.pop()()
+            if recording is not None:
+                recording.release()
 
 
 def _saves(node: Node) -> bool:
@@ -516,6 +525,11 @@ class Filler(_Frame):
         self._position = 0
         self._equal: list[tuple[_Slot, torch.Tensor, _Line]] = []
 
+    @property
+    def saved(self) -> int:
+        """How many tensors were handed over so far."""
+        return self._position
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.storage_key(tensor) in self._held:
             return tensor if tensor.is_leaf else tensor.detach()
@@ -593,7 +607,7 @@ class Filler(_Frame):
         )
 
     def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
-        return keeper.answering()
+        return keeper.answering(self)
 
 
 _Line = tuple[str, int] | None

@@ -109,7 +109,7 @@ _Handle = Callable[[str, "list[CallPlace]", Callable[[], Any], Any], Any]
 
 
 def _watched(model: nn.Module, path: str, run: Callable[[], Any], handle: _Handle) -> None:
-    one_pass = Pass()
+    one_pass = Pass(_Saved())
 
     def begin(inside: str, *_: Any) -> None:
         one_pass.enter(inside)
@@ -132,7 +132,7 @@ class _Calls(_torch.OwnFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         family = family_of(func)
-        if family is None:
+        if family is None or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         return self._handle(family, self._pass.count(family), lambda: func(*args, **(kwargs or {})), func)
 

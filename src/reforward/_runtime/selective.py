@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
@@ -145,6 +144,7 @@ class _KeptModule:
 
     Attributes:
         side_effects: it did more than return its output, so it is called again although that is known.
+        calls: how many calls of each family it made.
     """
 
     outputs: list[_Output]
@@ -152,10 +152,15 @@ class _KeptModule:
     rng: RngState
     saved_before: int
     side_effects: bool
+    calls: Counter[str]
 
     @property
     def intact(self) -> bool:
         return not self.side_effects and all(output.intact for output in self.outputs)
+
+
+class _Nothing:
+    saved = 0
 
 
 class Keeper:
@@ -176,7 +181,7 @@ class Keeper:
         self._name = name
         self._calls: dict[_Key, KeptCall] = {}
         self._kept_modules: dict[_Key, _KeptModule] = {}
-        self._pass = Pass()
+        self._pass = Pass(_Nothing())
         self.differentiates = False
 
     @classmethod
@@ -187,13 +192,13 @@ class Keeper:
     @contextmanager
     def keeping(self, frame: Recorder) -> Iterator[None]:
         """The context of the forward."""
-        with self._passing(Pass(frame=frame)), _Families(self, self._keep):
+        with self._passing(Pass(frame=frame, keeps=frame)), _Families(self, self._keep):
             yield
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self, frame: CountsSaved) -> Iterator[None]:
         """The context of the replay."""
-        with self._passing(Pass()), _Families(self, self._answer):
+        with self._passing(Pass(frame=frame)), _Families(self, self._answer):
             yield
 
     @contextmanager
@@ -218,17 +223,16 @@ class Keeper:
 
     def selects(self, family: str) -> bool:
         """Whether the output of the call of this family that is made now is kept. To be asked once for each call."""
-        if self._pass.whole:
+        if not torch.is_grad_enabled():  # nothing is saved of it, and code that only looks may be left out of a replay
             return False
         places = self._pass.count(family)
-        return any(ops.family == family and is_meant(ops, places) for ops in self._ops)
+        return not self._pass.whole and any(ops.family == family and is_meant(ops, places) for ops in self._ops)
 
     # Functions
     # -----------------------------------------------------------------------------------------------------------
 
     def _keep(self, family: str, func: Any, args: Any, kwargs: Any) -> Any:
         frame = self._pass.frame
-        assert frame is not None
         kept = KeptCall(func)
         with KeepOps(kept, family, frame):
             result = func(*args, **kwargs)
@@ -243,8 +247,10 @@ class Keeper:
             return func(*args, **kwargs)
         if kept.func is not func:
             raise self._mismatch(key, f"calls {_name(func)}, where the forward called {_name(kept.func)}")
-        with _AnswerOps(kept) as answers:
+        with _AnswerOps(kept, self._pass.frame) as answers:
             result = func(*args, **kwargs)
+        if answers.misplaced:
+            raise self._mismatch(key, "is made at another place than the one that the forward kept")
         if answers.count != len(kept.ops):
             raise self._mismatch(key, f"runs {answers.count} of the {len(kept.ops)} operations that the forward kept")
         return result
@@ -259,14 +265,14 @@ class Keeper:
                 return function(*args, **kwargs)
             key = self._pass.next_key("module")
             with self._pass.as_a_whole():
-                if self._pass.frame is not None:
+                if self._pass.keeps is not None:
                     return self._keep_submodule(key, module, function, args, kwargs)
                 return self._answer_submodule(key, function, args, kwargs)
 
     def _keep_submodule(
         self, key: _Key, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        frame = self._pass.frame
+        frame = self._pass.keeps
         assert frame is not None
         saved_before = frame.saved
         inputs = _torch.tensors_in((args, kwargs))
@@ -277,13 +283,15 @@ class Keeper:
         flat, structure = _torch.flatten(result)
         outputs = [_Output.of(leaf, torch.Tensor.detach) for leaf in flat]
         rng = RngState.capture(devices).moved_since(before)
-        self._kept_modules[key] = _KeptModule(outputs, structure, rng, saved_before, watch.happened())
+        calls = self._pass.counted()
+        self._kept_modules[key] = _KeptModule(outputs, structure, rng, saved_before, watch.happened(), calls)
         return result
 
     def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         kept = self._kept_modules.get(key)
         if kept is not None and kept.intact and not self.differentiates:
             kept.rng.apply()
+            self._pass.skip(kept.calls)
             return _torch.unflatten([output.fresh() for output in kept.outputs], kept.structure)
         # What it saves was kept all the same, so nothing of it is counted.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
@@ -333,10 +341,16 @@ def is_meant(ops: Ops, places: Sequence[CallPlace]) -> bool:
 
 
 class Pass:
-    """Where one pass over the block is: submodules, ordinals; `frame` is set in forward."""
+    """Where one pass over the block is: submodules, ordinals.
 
-    def __init__(self, frame: Recorder | None = None):
+    Args:
+        frame: counts what is saved.
+        keeps: the same in a forward, whose values are kept.
+    """
+
+    def __init__(self, frame: CountsSaved, keeps: Recorder | None = None):
         self.frame = frame
+        self.keeps = keeps
         self.whole = False
         self._scopes: list[tuple[str, Counter[str]]] = [("", Counter())]
         self._ordinals: Counter[tuple[str, str]] = Counter()
@@ -347,6 +361,15 @@ class Pass:
         for _, calls in self._scopes:
             calls[family] += 1
         return places
+
+    def counted(self) -> Counter[str]:
+        """The calls of each family so far in the innermost submodule."""
+        return self._scopes[-1][1].copy()
+
+    def skip(self, counts: Counter[str]) -> None:
+        """Counts calls that aren't made again."""
+        for _, calls in self._scopes:
+            calls.update(counts)
 
     def next_key(self, family: str) -> _Key:
         place = self._scopes[-1][0], family
@@ -412,6 +435,16 @@ def is_in_place(func: Any) -> bool:
     return func.__name__.split(".")[0].endswith("_") and not func.__name__.startswith("__")
 
 
+def _updates_statistics(func: Any, args: Any) -> bool:
+    """Whether an operation is a batch norm that writes running statistics, which its schema doesn't say.
+
+    They are its fourth and fifth argument, and the sixth says whether it is in training.
+    """
+    return (
+        "batch_norm" in func.__name__ and len(args) > 5 and isinstance(args[3], torch.Tensor) and args[5] is not False
+    )
+
+
 class _Ordinals:
     """Names the operations of a call by overload and how often it ran before, so that an operation which only one of
     the two passes makes (a device query under a fake mode, a copy that one layout needs) doesn't shift the others."""
@@ -425,7 +458,7 @@ class _Ordinals:
         return func, ordinal
 
 
-class KeepOps(TorchDispatchMode):
+class KeepOps(_torch.TorchDispatchMode):
     """Keeps what the operations of one call compute.
 
     Args:
@@ -440,32 +473,43 @@ class KeepOps(TorchDispatchMode):
         self._kept = kept
         self._family = family
         self._ordinals = _Ordinals()
+        self._made: set[int] = set()  # storages that the call itself reserved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         saved_before = self._frame.saved
         result = func(*args, **kwargs)
         key = self._ordinals.next(func)
-        in_place = is_in_place(func)
-        if worth_keeping(func, self._family, kwargs) and (not in_place or draws(func)):
-            inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
-            tensors = _torch.tensors_in(result)
-            if in_place or (tensors and not any(_torch.storage_key(t) in inputs for t in tensors)):
-                outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
-                rng = RngState.capture(accelerators(tensors), TORCH_PARTS) if draws(func) else None
-                self._kept.ops[key] = _KeptOp(outputs, in_place, rng, saved_before)
+        tensors = _torch.tensors_in(result)
+        if worth_keeping(func, self._family, kwargs) and self._is_all_it_does(func, args, tensors):
+            outputs = [_Output.of(t, _torch.alias_below_autograd) for t in _torch.flatten(result)[0]]
+            rng = RngState.capture(accelerators(tensors), TORCH_PARTS) if draws(func) else None
+            self._kept.ops[key] = _KeptOp(outputs, is_in_place(func), rng, saved_before)
+        inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
+        self._made.update(key for t in tensors if (key := _torch.storage_key(t)) not in inputs)
         return result
 
+    def _is_all_it_does(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> bool:
+        """Whether an operation is done by handing back its results: it writes nothing else that may be read later."""
+        if is_in_place(func):  # dropout draws its mask into memory of its own; a buffer or a view has other readers
+            return draws(func) and _torch.storage_key(args[0]) in self._made
+        if _torch.writes(func) or _updates_statistics(func, args):
+            return False
+        inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
+        return bool(tensors) and not any(_torch.storage_key(t) in inputs for t in tensors)
 
-class _AnswerOps(TorchDispatchMode):
+
+class _AnswerOps(_torch.TorchDispatchMode):
     """Returns what was kept instead of running the operations of one call."""
 
-    def __init__(self, kept: KeptCall):
+    def __init__(self, kept: KeptCall, frame: CountsSaved):
         super().__init__()
         self._kept = kept
+        self._frame = frame
         self._ordinals = _Ordinals()
         self._answered: set[int] = set()
         self.count = 0
+        self.misplaced = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._kept.ops.get(self._ordinals.next(func))
@@ -473,6 +517,7 @@ class _AnswerOps(TorchDispatchMode):
             if is_in_place(func) and _torch.storage_key(args[0]) in self._answered:
                 return args[0]  # the kept value has it already
             return func(*args, **(kwargs or {}))
+        self.misplaced = self.misplaced or self._frame.saved != op.saved_before
         if op.rng is not None:
             op.rng.apply()
         result = args[0].set_(op.outputs[0].value) if op.in_place else self._rebuilt(op)

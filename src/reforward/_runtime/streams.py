@@ -170,7 +170,7 @@ class _NumpyState:
         memory = _numpy_memory(module)
         known = _known.numpy
         if known is None or memory is None or memory != known.memory or known.state[3]:
-            known = _known.numpy = cls(memory=memory, state=module.get_state())
+            known = _known.numpy = cls(memory=memory, state=module.get_state(legacy=memory is not None))
         return known
 
     def apply(self) -> None:
@@ -194,6 +194,8 @@ def _numpy_memory(module: Any) -> bytes | None:
 
 
 def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):  # another kind of generator
+        return repr(state)
     kind, keys, *rest = state
     return kind, keys.tobytes(), rest
 

@@ -52,6 +52,10 @@ def solve(profile: Profile, budget: str | int | float, *, allow: Allow | None = 
 
 def find(profile: Profile, budget: str | int | float, *, allow: Allow | None = None) -> Solution:
     """As `solve`, with the timeline and how the solver did."""
+    if not isinstance(profile, Profile):
+        raise InputError(f"solve takes a profile, as rf.profile(model, step) gives it, not {profile!r}")
+    if allow is not None and not isinstance(allow, Allow):
+        raise InputError(f"allow must be rf.Allow(...), not {allow!r}")
     planner = Planner(profile, allow)
     share = parse_share(budget) if isinstance(budget, str) else None
     if share is None:

@@ -50,7 +50,7 @@ def trace_frontier(planner: Planner, points: int) -> tuple[FrontierPoint, ...]:
     best = smallest
     for budget in budgets:
         solution = planner.find(budget, _LIMIT_SECONDS)
-        # Ties are broken by operations, and hard programs end at a gap: what fits a smaller budget also fits this one.
+        # Plans go by operations as well, and hard programs end at a gap: what fits a smaller budget also fits this one.
         if solution.timeline.seconds <= best.timeline.seconds:
             best = solution
         found.append(FrontierPoint(budget_bytes=budget, solution=best))

@@ -3,9 +3,9 @@
 One binary per candidate; every block is covered by exactly one. The live bytes before each event are a continuous
 variable, tied to the one before by the deltas of what is chosen, and at every event of the step live bytes plus the
 event's peak stay within the budget: static memory, gradients that grow during backward, the block being recomputed,
-loss head and optimizer alike. It minimises seconds; recomputed operations break ties. (The interval model is that of
-Herrmann et al., rotor, 2019, as a set partition; the accounting per event that of Jain et al., Checkmate, 2020, per
-block instead of per operation.)
+loss head and optimizer alike. It minimises the weighed sum of seconds and recomputed operations (`options.py`). (The
+interval model is that of Herrmann et al., rotor, 2019, as a set partition; the accounting per event that of Jain et
+al., Checkmate, 2020, per block instead of per operation.)
 
 Equal blocks make such programs symmetric: any order of the same choices takes the same time. Long stretches of equal
 blocks are therefore counted instead of placed (`stretches.py`): one integer per shape, and one row per shape at which
@@ -73,7 +73,7 @@ def choose(
         budget_bytes: no event may go above.
         limit_seconds: after that the best plan so far is taken, if there is one.
         known: a plan to begin with, if one is known; it needn't be made of the candidates, or fit.
-        shrink: minimise the peak first, seconds only among equal peaks; otherwise minimise seconds.
+        shrink: minimise the peak first, cost only among equal peaks; otherwise minimise cost.
     """
     began = time.perf_counter()
     program = _Program(pools, candidates, budget_bytes, shrink)

@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from reforward._errors import InputError
 from reforward._profile_type import CallCost, OptionCost, Profile
 from reforward._solve.simulate import FULL, Effect, Shape, Trace, run_forward
+from reforward._units import check_count
 
 _WAYS_PER_INTERVAL = 12
 _WAYS_PER_CHAIN = 160
@@ -38,11 +40,20 @@ class Allow:
         selective: options that keep part of a block.
         runs: several blocks recomputed as one unit.
         depth: how many runs may lie inside each other; 1: no nesting.
+
+    Raises:
+        InputError: a value of another type.
     """
 
     selective: bool = True
     runs: bool = True
     depth: int = 3
+
+    def __post_init__(self):
+        for name in ("selective", "runs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"Allow: {name} must be True or False, not {getattr(self, name)!r}")
+        check_count("Allow: depth", self.depth, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
