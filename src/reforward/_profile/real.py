@@ -19,7 +19,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._blocks import modules_by_path, watching
-from reforward._errors import ReplayError
+from reforward._errors import ReforwardError, ReplayError
 from reforward._measure.measure import device_of
 from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
@@ -210,6 +210,8 @@ class _Case:
             if graded and sources:
                 torch.autograd.grad(graded, sources, ones, allow_unused=True)
             return forward, _now(device) - begin
+        except ReforwardError:
+            raise
         except RuntimeError as error:
             raise ReplayError(
                 f"block {self.path!r} can't be run by itself: {error}. Leave it out: name the others with blocks="
