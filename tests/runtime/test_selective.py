@@ -249,3 +249,38 @@ def test_numbers_count_what_a_kept_submodule_does_as_well(nth):
     one = Ops(family="matmul", nth=nth)
     compare(one_backward, {"layers.0": Recompute(save=["*.inner", one])}, lambda: Stack(Two()))
     assert kept(["*.inner", one]) == kept("*.inner") - 1
+
+
+@pytest.mark.parametrize("inner", ["", "norm", "matmul"])
+def test_submodules_are_known_inside_a_region_within_the_replay(inner):
+    """The inner region runs in the outer one's replay, whose kept values are told by the submodule that made them."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.tanh(self.b(F.layer_norm(self.a(x), (8,))))
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = Part(), Part()
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    save = [Ops(family="matmul", within="*.b"), Ops(family="matmul")]
+    plan = rf.Plan(
+        nodes=(
+            rf.Run(
+                members=(
+                    rf.Region(path="layers.0", policy=rf.Save()),
+                    rf.Region(path="layers.1", policy=Recompute(save=save)),
+                )
+            ),
+            rf.Region(path="layers.1.one", policy=Recompute(save=inner.split())),
+        )
+    )
+    compare(one_backward, plan, lambda: Stack(Parts(), Parts()))

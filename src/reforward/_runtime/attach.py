@@ -11,8 +11,9 @@ import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -211,9 +212,10 @@ class SubmoduleForward(_Forward):
         if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         frame = current_frame()
-        if frame is None or frame.keeper is None:
-            return self.plain(*args, **kwargs)
-        return frame.keeper.call_submodule(self.path, self.module, self.plain, args, kwargs)
+        function: Callable[..., Any] = self.plain
+        for keeper in frame.keepers if frame is not None else ():
+            function = partial(keeper.call_submodule, self.path, self.module, function)
+        return function(*args, **kwargs)
 
 
 class _TakenOver:

@@ -404,6 +404,11 @@ class _Frame:
         self._entry = entry
         self._held: set[int] = entry
 
+    @property
+    def keepers(self) -> list[Keeper]:
+        """Those that look at the operations of this call."""
+        return [self.keeper] if self.keeper is not None else []
+
     def pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
         """What autograd keeps instead of the tensor."""
         raise NotImplementedError
@@ -461,6 +466,11 @@ class Recorder(_Frame):
         self._versions: list[tuple[_Slot, torch.Tensor, int]] = []
         self._watches = call.check == "values" and not _torch.in_fake_mode()
         self._compares_discrete = call.check == "discrete"
+
+    @property
+    def keepers(self) -> list[Keeper]:
+        # A region inside the replay of another: the other's is still answering.
+        return super().keepers + (self._sink.keepers if self._sink is not None else [])
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:

@@ -258,7 +258,9 @@ class Keeper:
     # Submodules
     # ----------------------------------------------------------------------------------------------------------
 
-    def call_submodule(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_submodule(
+        self, path: str, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls the forward `function` of a submodule that a selector of the policy may name."""
         with self._pass.within(path):
             if self._pass.whole or not any(_patterns.matches(pattern, path) for pattern in self._modules):
