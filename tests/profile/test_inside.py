@@ -32,16 +32,17 @@ def test_a_call_is_named_by_the_submodule_that_makes_it() -> None:
 
 
 def test_of_several_calls_in_one_submodule_each_has_a_number() -> None:
-    inside = "layers.0.attention"
+    inside, out = "layers.0.attention", Ops(family="matmul", within="*.attention.out")
     calls = [
         call("matmul", (inside, 0)),
         call("matmul", (inside, 1)),
-        call("matmul", (inside, 2), (f"{inside}.out", 0)),
+        call("matmul", (inside, 2), (f"{inside}.out", 0), kept=4),
     ]
-    assert {Ops(family="matmul", within="*.attention", nth=n) for n in (0, 1)} <= selected(*calls)
-    assert Ops(family="matmul", within="*.attention.out") in selected(*calls) | {
-        s for p in policies_inside("layers.0", calls[2:]) for s in p.save
-    } | {Ops(family="matmul", within="*.attention.out")}
+    assert policies_inside("layers.0", calls) == (
+        Recompute(save=[out]),
+        Recompute(save=[out, Ops(family="matmul", within="*.attention", nth=0)]),
+        Recompute(save=["matmul"]),
+    )
 
 
 def test_a_call_in_the_block_itself_has_a_number() -> None:

@@ -69,8 +69,7 @@ def _selector(path: str, calls: Sequence[SeenCall], call: SeenCall) -> Ops:
     if not place:
         return Ops(family=call.family, nth=number)
     inside = place.removeprefix(f"{path}.")
-    pattern = f"*.{inside}" if path else inside
-    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern)  # the experts of a mixture are alike
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f"*.{inside}")  # the experts of a mixture are alike
     every = Ops(family=call.family, within=pattern)
     if all(calls[i].places[-1][1] == 0 and calls[i].places[-1][0] for i in _meant(every, calls)):
         return every

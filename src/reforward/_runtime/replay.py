@@ -474,7 +474,7 @@ class Recorder(_Frame):
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         if _torch.storage_key(tensor) in self._held:
-            holder = Holder(self.call.name, None, tensor if tensor.is_leaf else tensor.detach())
+            holder = Holder(self.call.name, None, _cut_off(tensor))
         else:
             holder = Holder(self.call.name, self._recording)
             compared = self._watches or (self._compares_discrete and not tensor.is_floating_point())
@@ -542,7 +542,7 @@ class Filler(_Frame):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.storage_key(tensor) in self._held:
-            return tensor if tensor.is_leaf else tensor.detach()
+            return _cut_off(tensor)
         value = tensor.detach()
         self.put(value, None)
         return value
@@ -618,6 +618,11 @@ class Filler(_Frame):
 
     def selection(self, keeper: Keeper) -> AbstractContextManager[Any]:
         return keeper.answering(self)
+
+
+def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without a graph, which would otherwise hold itself; most that live anyway have none."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 _Line = tuple[str, int] | None

@@ -48,8 +48,7 @@ def cost_bound(pools: Pools, budget_bytes: int, *, limit_seconds: float = 1.0) -
 
 def peak_bound(pools: Pools) -> int:
     """A lower bound on the peak bytes of any plan."""
-    plain = pools.trace.profile.static_bytes
-    return _Relaxation(pools, max(plain, 1)).least_peak()
+    return _Relaxation(pools, pools.trace.profile.static_bytes).least_peak()
 
 
 class _Relaxation:
@@ -172,11 +171,7 @@ def _in_a_run(cost: CallCost, input_bytes: int) -> tuple[Effect, Effect]:
     left = min(o.forward_delta_bytes + o.backward_delta_bytes for o in cost.options)
     height = min(o.forward_delta_bytes - cost.output_bytes + o.backward_peak_bytes for o in cost.options)
     ahead = Effect(delta_bytes=held, peak_bytes=max(full.forward_peak_bytes, 0))
-    return ahead, Effect(delta_bytes=left - held, peak_bytes=max(min(height, _lowest_backward(cost)), 0))
-
-
-def _lowest_backward(cost: CallCost) -> int:
-    return min(max(o.backward_peak_bytes, o.backward_delta_bytes, 0) + o.forward_delta_bytes for o in cost.options)
+    return ahead, Effect(delta_bytes=left - held, peak_bytes=max(height, 0))
 
 
 def _cost_in_a_run(pools: Pools, cost: CallCost) -> float:
