@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import models
 import reforward as rf
 from reforward._profile import dry_run
-from reforward._runtime import hooks, replay
+from reforward._runtime import holders, hooks, replay
 from reforward._runtime.fence import Fence
 from reforward._runtime.streams import Bookmark
 from reforward._techniques import none, resolve_plan
@@ -160,15 +160,15 @@ def test_a_block_that_draws_from_elsewhere(proof: Callable[..., Proof]) -> None:
 @pytest.mark.parametrize("plan", REGIONS)
 @pytest.mark.parametrize("proof", PROOFS)
 def test_a_holder_that_gives_another_value(proof: Callable[..., Proof], plan: Any, monkeypatch: Any) -> None:
-    right = replay.Holder.get
+    right = holders.Holder.get
 
-    def wrong(self: replay.Holder) -> Tensor:
+    def wrong(self: holders.Holder) -> Tensor:
         value = right(self)
         return value * 1.0001 if value.is_floating_point() else value
 
     model, step = faulty()
     assert proof(model, step, plan).differences == ()
-    monkeypatch.setattr(replay.Holder, "get", wrong)
+    monkeypatch.setattr(holders.Holder, "get", wrong)
     differences = proof(model, step, plan).differences
     assert "gradient 0.first.weight" in differences
     assert not [name for name in differences if name.startswith(("loss", "buffer", "RNG"))]

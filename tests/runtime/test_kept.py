@@ -10,7 +10,7 @@ from torch import nn
 
 import reforward as rf
 from reforward import Ops, Recompute
-from reforward._runtime.replay import Holder
+from reforward._runtime.holders import Holder
 
 STEPS = 4
 

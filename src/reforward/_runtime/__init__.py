@@ -3,7 +3,7 @@
 from reforward._runtime.ambient import Ambient
 from reforward._runtime.attach import attach, attached, detach, suspended
 from reforward._runtime.checkpoint import checkpoint
-from reforward._runtime.depth import is_replaying
+from reforward._runtime.current import is_replaying
 from reforward._runtime.hooks import counted as counted_hooks
 from reforward._runtime.parts import Parts
 from reforward._runtime.seen import SeenCall, seen_calls

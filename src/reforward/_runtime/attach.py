@@ -26,10 +26,12 @@ from reforward._errors import AttachError, InputError, PatternError, PlanError, 
 from reforward._plan import Node, Plan, Region, Run, leaves
 from reforward._policy import Modules, Ops, Policy, Recompute
 from reforward._runtime.call import Arguments, new_call
+from reforward._runtime.current import current
 from reforward._runtime.fingerprint import Check
-from reforward._runtime.module_state import Learnt
+from reforward._runtime.frames import is_open_to_regions
+from reforward._runtime.learnt import Learnt
 from reforward._runtime.parts import Parts, is_iterator, leaves_in
-from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
+from reforward._runtime.replay import Recording
 from reforward._runtime.run import Chains, OpenRun
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
@@ -39,7 +41,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 
 #: When replays are compared with their forwards, value by value.
-When = Literal["first", "always", "off"]
+Checked = Literal["first", "always", "off"]
 
 
 class Attachment:
@@ -53,9 +55,9 @@ class Attachment:
         warned: blocks at which a broken chain was reported.
     """
 
-    def __init__(self, plan: Plan, check: When):
+    def __init__(self, plan: Plan, check: Checked):
         self.plan = plan
-        self.check: When = check
+        self.check: Checked = check
         self.active = True
         self._reset()
 
@@ -127,7 +129,7 @@ class RegionForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._in_compiler(*args, **kwargs)
-        frame = current_frame()
+        frame = current.frame
         if not is_open_to_regions(frame) or not self._applies():
             return self.plain(*args, **kwargs)
         arguments = Arguments(Parts(), args, kwargs)
@@ -211,7 +213,7 @@ class SubmoduleForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        frame = current_frame()
+        frame = current.frame
         function: Callable[..., Any] = self.plain
         for keeper in frame.keepers if frame is not None else ():
             function = partial(keeper.call_submodule, self.path, self.module, function)
@@ -226,7 +228,7 @@ class _TakenOver:
         return False
 
 
-def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
+def attach(model: nn.Module, what: Any, *, check: Checked = "first") -> Plan:
     """Puts a plan on a model; from then on its forward and backward run as the plan says.
 
     Args:
@@ -244,8 +246,8 @@ def attach(model: nn.Module, what: Any, *, check: When = "first") -> Plan:
         AttachError: the model is on the meta device, something else has replaced a block's forward, or a block is
             compiled and the plan asks for what compiled code can't do.
     """
-    if check not in get_args(When):
-        raise InputError(f"check must be one of {', '.join(map(repr, get_args(When)))}, not {check!r}")
+    if check not in get_args(Checked):
+        raise InputError(f"check must be one of {', '.join(map(repr, get_args(Checked)))}, not {check!r}")
     plan = resolve_plan(model, what)
     by_path = modules_by_path(model)
     forwards = _targets(plan, by_path)
@@ -288,7 +290,7 @@ def _ours(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def attached(model: nn.Module, what: Any, *, check: When = "first") -> Iterator[Plan]:
+def attached(model: nn.Module, what: Any, *, check: Checked = "first") -> Iterator[Plan]:
     """A plan on a model for the duration of a `with` block, as `attach` puts it on; what was on it comes back as it
     was, suspended or not."""
     check_model(model)

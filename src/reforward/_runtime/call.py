@@ -15,7 +15,8 @@ from reforward._errors import MutationError, ReplayError
 from reforward._runtime.fence import NO_CONTEXT, Fence
 from reforward._runtime.fingerprint import Check
 from reforward._runtime.hooks import Hooks
-from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.learnt import Learnt
+from reforward._runtime.module_state import ModuleState
 from reforward._runtime.parts import Parts, Ref, Weak, is_iterator
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})

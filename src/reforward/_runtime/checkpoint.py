@@ -16,16 +16,18 @@ from reforward._errors import InputError, ReplayMismatchError
 from reforward._plan import Region
 from reforward._policy import Modules, Ops, Policy, Recompute, Save
 from reforward._runtime.call import Arguments, new_call
-from reforward._runtime.module_state import Learnt
+from reforward._runtime.current import current
+from reforward._runtime.frames import is_open_to_regions
+from reforward._runtime.learnt import Learnt
 from reforward._runtime.parts import Parts
-from reforward._runtime.reach import function_places, generator_places, places_of
-from reforward._runtime.replay import Recording, current_frame, is_open_to_regions
+from reforward._runtime.reach import those_with_generators, variables_of, variables_of_function
+from reforward._runtime.replay import Recording
 from reforward._runtime.selective import Keeper
 from reforward._runtime.streams import accelerators
 
 _RECOMPUTE = Recompute()
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint(
@@ -34,7 +36,7 @@ def checkpoint(
     policy: Policy = _RECOMPUTE,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
-    context_fn: Callable[[], Contexts] | None = None,
+    context_fn: Callable[[], ContextPair] | None = None,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
@@ -72,7 +74,7 @@ def checkpoint(
         return _in_compiler(function, policy, args, kwargs, context_fn, options)
     _check_policy(policy)
     in_forward, in_replay = _contexts_of(context_fn)
-    frame = current_frame()
+    frame = current.frame
     if (
         isinstance(policy, Save)
         or not is_open_to_regions(frame)
@@ -89,8 +91,8 @@ def checkpoint(
     record = _Record(in_forward, in_replay) if debug else None
     learnt = Learnt()
     learnt.seen_through = True  # it would be looked through at every call
-    learnt.places = learnt.outside = [*function_places(function), *places_of(modules)]
-    learnt.generators = generator_places(learnt.places)
+    learnt.variables = learnt.outside = [*variables_of_function(function), *variables_of(modules)]
+    learnt.generators = those_with_generators(learnt.variables)
     call = new_call(
         name,
         function,
@@ -111,7 +113,7 @@ def checkpoint(
     return result
 
 
-def _contexts_of(context_fn: Callable[[], Contexts] | None) -> Contexts:
+def _contexts_of(context_fn: Callable[[], ContextPair] | None) -> ContextPair:
     made: Any = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     if not isinstance(made, (tuple, list)) or len(made) != 2 or not all(hasattr(one, "__enter__") for one in made):
         raise InputError(
@@ -133,7 +135,7 @@ def _in_compiler(
     policy: Policy,
     args: Any,
     kwargs: Any,
-    context_fn: Callable[[], Contexts] | None,
+    context_fn: Callable[[], ContextPair] | None,
     options: dict[str, Any],
 ) -> Any:
     from reforward._runtime import compiled  # loads the compiler, which takes seconds

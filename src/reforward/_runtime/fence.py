@@ -14,9 +14,10 @@ import torch
 
 from reforward._runtime.ambient import Ambient
 from reforward._runtime.hooks import Hooks
-from reforward._runtime.module_state import Learnt, ModuleState
+from reforward._runtime.learnt import Learnt
+from reforward._runtime.module_state import ModuleState
 from reforward._runtime.parts import Ref
-from reforward._runtime.reach import Outside, generator_places, places_of, value_at
+from reforward._runtime.reach import Outside, those_with_generators, value_of, variables_of
 from reforward._runtime.streams import OwnStream, RngState
 
 NO_CONTEXT = nullcontext()
@@ -29,7 +30,7 @@ class Fence:
         state: of the call's modules.
         devices: accelerators that the call may draw random numbers on.
         hooks: those inside the call.
-        learnt: of earlier calls: which places outside of modules and arguments count.
+        learnt: of earlier calls: which variables outside of modules and arguments count.
     """
 
     __slots__ = ("_ambient", "_hooks", "_learnt", "_outside", "_rng", "_state", "_streams")
@@ -46,14 +47,14 @@ class Fence:
         self._outside = self._look_outside(learnt)
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(devices)
-        self._streams = OwnStream.among(map(value_at, learnt.generators))
+        self._streams = OwnStream.among(map(value_of, learnt.generators))
         self._hooks = hooks
 
     def _look_outside(self, learnt: Learnt) -> Outside | None:
-        if learnt.places is None:
-            learnt.places = places_of(self._state.modules)
-            learnt.generators = generator_places(learnt.places)
-            return Outside(learnt.places)
+        if learnt.variables is None:
+            learnt.variables = variables_of(self._state.modules)
+            learnt.generators = those_with_generators(learnt.variables)
+            return Outside(learnt.variables)
         return Outside(learnt.outside) if learnt.outside else None
 
     @property
@@ -71,7 +72,7 @@ class Fence:
 
     def snapshot_outside(self) -> Outside:
         """What the code of the modules refers to beside modules and arguments."""
-        return Outside(self._learnt.places or [])
+        return Outside(self._learnt.variables or [])
 
     @property
     def needs_the_end(self) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._runtime.ambient import Ambient
-from reforward._runtime.depth import is_replaying
+from reforward._runtime.current import is_replaying
 from reforward._runtime.streams import RngState, accelerators
 
 _Table = dict[int, Any]

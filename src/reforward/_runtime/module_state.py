@@ -18,8 +18,8 @@ from torch import nn
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
 from reforward._runtime.fingerprint import fingerprint
+from reforward._runtime.learnt import Learnt
 from reforward._runtime.parts import IMMUTABLE, Parts, Ref
-from reforward._runtime.reach import Place
 from reforward._runtime.streams import OwnStream
 
 # Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write,
@@ -34,46 +34,6 @@ _COMPARABLE = frozenset(
      torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )  # fmt: skip
 _TENSORS = IMMUTABLE | {torch.Tensor, nn.Parameter}
-
-
-class Learnt:
-    """What earlier calls of one block taught.
-
-    Attributes:
-        seen: modules by index, and whether in training, of which a forward was seen: batch norm writes in training
-            only.
-        written: tensors that a forward wrote, by index of the module and name.
-        proven: a replay was seen to compute the very values of its forward.
-        adds_gradients: a forward ran a backward of its own.
-        seen_through: the graph of a forward was looked through for these:
-        uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
-        places: what its code refers to; None: not looked yet. Then, of these:
-        generators: those that hold generators.
-        outside: those that a forward changed.
-    """
-
-    __slots__ = (
-        "adds_gradients",
-        "generators",
-        "outside",
-        "places",
-        "proven",
-        "seen",
-        "seen_through",
-        "uses_contexts",
-        "written",
-    )
-
-    def __init__(self):
-        self.seen: set[tuple[int, bool]] = set()
-        self.written: set[tuple[Any, ...]] = set()
-        self.proven = False
-        self.adds_gradients = False
-        self.seen_through = False
-        self.uses_contexts = False
-        self.places: list[Place] | None = None
-        self.generators: list[Place] = []
-        self.outside: list[Place] = []
 
 
 class _HeldTensor:

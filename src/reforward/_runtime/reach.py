@@ -20,94 +20,96 @@ from torch import nn
 from reforward._runtime.parts import Parts, Ref
 from reforward._runtime.streams import OwnStream
 
-_MOST_PLACES = 500
+_MOST_VARIABLES = 500
 _STATE = frozenset({bool, int, float, str, list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 #: Where a name of a function lives: the dict of globals and the name, or the cell.
-Place = tuple[dict[str, Any], str] | types.CellType
+Variable = tuple[dict[str, Any], str] | types.CellType
 
 
 _SYSTEM = ("torch", "builtins")
 
 
-def places_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where the values live that the code of some modules' classes may use."""
-    return [place for cls in dict.fromkeys(map(type, modules)) for place in _places_of_class(cls)]
+def variables_of(modules: Iterable[nn.Module]) -> list[Variable]:
+    """The variables that the code of some modules' classes may use."""
+    return [variable for cls in dict.fromkeys(map(type, modules)) for variable in _variables_of_class(cls)]
 
 
-def _places_of_class(cls: type) -> list[Place]:
+def _variables_of_class(cls: type) -> list[Variable]:
     if cls not in _by_class:
         # Not asked for by its name: the one of a scripted module's class is a descriptor that fails without a module.
         forward = inspect.getattr_static(cls, "forward")
         own = [base for base in cls.__mro__ if (base.__module__ or "").partition(".")[0] not in _SYSTEM]
-        _by_class[cls] = _places([forward, *[value for base in own for value in vars(base).values()]])
+        _by_class[cls] = _variables([forward, *[value for base in own for value in vars(base).values()]])
     return _by_class[cls]
 
 
-_by_class: WeakKeyDictionary[type, list[Place]] = WeakKeyDictionary()
+_by_class: WeakKeyDictionary[type, list[Variable]] = WeakKeyDictionary()
 
 
-def function_places(function: Any) -> list[Place]:
-    """Where the values live that a function may use."""
-    return _places([function])
+def variables_of_function(function: Any) -> list[Variable]:
+    """The variables that a function may use."""
+    return _variables([function])
 
 
-def generator_places(places: Iterable[Place]) -> list[Place]:
+def those_with_generators(variables: Iterable[Variable]) -> list[Variable]:
     """Those that hold a generator object."""
-    return [place for place in places if OwnStream.among([value_at(place)])]
+    return [variable for variable in variables if OwnStream.among([value_of(variable)])]
 
 
 class Outside:
-    """Numbers and containers at some places, before a forward."""
+    """Numbers and containers of some variables, before a forward."""
 
-    def __init__(self, places: Iterable[Place]):
+    def __init__(self, variables: Iterable[Variable]):
         self._parts = Parts()
-        found = [(place, value) for place in places if type(value := value_at(place)) in _STATE]
-        self._refs: list[tuple[Place, Ref]] = [(place, self._parts.take(value)) for place, value in found]
+        found = [(variable, value) for variable in variables if type(value := value_of(variable)) in _STATE]
+        self._refs: list[tuple[Variable, Ref]] = [(variable, self._parts.take(value)) for variable, value in found]
         self._parts.close()
 
-    def keep_changed(self) -> list[Place]:
+    def keep_changed(self) -> list[Variable]:
         """To be called when the forward has ended: from now on only what it changed counts, which is returned."""
-        self._refs = [(p, ref) for p, ref in self._refs if not self._parts.matches(ref, value_at(p), {})]
-        return [place for place, _ in self._refs]
+        self._refs = [(p, ref) for p, ref in self._refs if not self._parts.matches(ref, value_of(p), {})]
+        return [variable for variable, _ in self._refs]
 
     def changed(self) -> list[str]:
         """The names of those that aren't as they were."""
-        return list(dict.fromkeys(_name(p) for p, ref in self._refs if not self._parts.matches(ref, value_at(p), {})))
+        return list(dict.fromkeys(_name(p) for p, ref in self._refs if not self._parts.matches(ref, value_of(p), {})))
 
     def rewind(self) -> Callable[[], None]:
-        """Puts values as they were in these places; the function that is returned puts back those of now."""
-        now = [(place, value_at(place)) for place, _ in self._refs]
+        """Puts values of these variables as they were; the function that is returned puts back those of now."""
+        now = [(variable, value_of(variable)) for variable, _ in self._refs]
         made: dict[Ref, Any] = {}
-        for place, ref in self._refs:
-            _put(place, self._parts.rebuild(ref, self._parts.leaf, made))
+        for variable, ref in self._refs:
+            _put(variable, self._parts.rebuild(ref, self._parts.leaf, made))
 
         def undo() -> None:
-            for place, value in now:
-                _put(place, value)
+            for variable, value in now:
+                _put(variable, value)
 
         return undo
 
 
-def _put(place: Place, value: Any) -> None:
-    if isinstance(place, tuple):
-        place[0][place[1]] = value
+def _put(variable: Variable, value: Any) -> None:
+    if isinstance(variable, tuple):
+        variable[0][variable[1]] = value
     else:
-        place.cell_contents = value
+        variable.cell_contents = value
 
 
-def _places(functions: Iterable[Any]) -> list[Place]:
-    found: dict[Any, Place] = {}
+def _variables(functions: Iterable[Any]) -> list[Variable]:
+    found: dict[Any, Variable] = {}
     queue, seen = list(functions), set[int]()
-    while queue and len(found) < _MOST_PLACES:
+    while queue and len(found) < _MOST_VARIABLES:
         plain = _plain_function(queue.pop(0))
         if plain is None or id(plain.__code__) in seen or (plain.__module__ or "").partition(".")[0] in _SYSTEM:
             continue
         seen.add(id(plain.__code__))
         names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
-        places: list[Place] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
-        found.update(((id(p[0]), p[1]) if isinstance(p, tuple) else id(p), p) for p in places)
-        queue += [value for place in places if callable(value := value_at(place)) and not isinstance(value, type)]
+        variables: list[Variable] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
+        found.update(((id(p[0]), p[1]) if isinstance(p, tuple) else id(p), p) for p in variables)
+        queue += [
+            value for variable in variables if callable(value := value_of(variable)) and not isinstance(value, type)
+        ]
     return list(found.values())
 
 
@@ -129,15 +131,15 @@ def _names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def value_at(place: Place) -> Any:
+def value_of(variable: Variable) -> Any:
     """What is there now; None if nothing is."""
-    if isinstance(place, tuple):
-        return place[0].get(place[1])
+    if isinstance(variable, tuple):
+        return variable[0].get(variable[1])
     try:
-        return place.cell_contents
+        return variable.cell_contents
     except ValueError:  # an empty cell: the variable isn't bound yet
         return None
 
 
-def _name(place: Place) -> str:
-    return f"the global {place[1]!r}" if isinstance(place, tuple) else "a variable of an enclosing function"
+def _name(variable: Variable) -> str:
+    return f"the global {variable[1]!r}" if isinstance(variable, tuple) else "a variable of an enclosing function"

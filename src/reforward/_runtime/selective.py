@@ -27,7 +27,7 @@ from reforward._runtime.families import family_of
 from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState, accelerators
 
 if TYPE_CHECKING:
-    from reforward._runtime.replay import Recorder
+    from reforward._runtime.frames import Recorder
 
 _aten = torch.ops.aten
 # They move data or reserve memory: running them again costs less than keeping what they return.

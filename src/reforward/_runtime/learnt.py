@@ -1,0 +1,47 @@
+"""What the runtime remembers of a block from one call to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reforward._runtime.reach import Variable
+
+
+class Learnt:
+    """What earlier calls of one block taught.
+
+    Attributes:
+        seen: modules by index, and whether in training, of which a forward was seen: batch norm writes in training
+            only.
+        written: tensors that a forward wrote, by index of the module and name.
+        proven: a replay was seen to compute the very values of its forward.
+        adds_gradients: a forward ran a backward of its own.
+        seen_through: the graph of a forward was looked through for these:
+        uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
+        variables: what its code refers to; None: not looked yet. Then, of these:
+        generators: those that hold generators.
+        outside: those that a forward changed.
+    """
+
+    __slots__ = (
+        "adds_gradients",
+        "generators",
+        "outside",
+        "proven",
+        "seen",
+        "seen_through",
+        "uses_contexts",
+        "variables",
+        "written",
+    )
+
+    def __init__(self):
+        self.seen: set[tuple[int, bool]] = set()
+        self.written: set[tuple[Any, ...]] = set()
+        self.proven = False
+        self.adds_gradients = False
+        self.seen_through = False
+        self.uses_contexts = False
+        self.variables: list[Variable] | None = None
+        self.generators: list[Variable] = []
+        self.outside: list[Variable] = []
