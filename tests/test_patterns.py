@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reforward._errors import PatternError
-from reforward._patterns import assign, canonical, matches, select
+from reforward._patterns import assign, canonical, is_inside, is_within, matches, select
 
 LAYERS = [f"layers.{i}" for i in range(12)]
 
@@ -110,3 +110,19 @@ def test_text_without_wildcards_matches_itself_only(text: str):
 @given(st.lists(st.sampled_from(["a", "module", "_orig_mod", "layers", "0"]), max_size=6).map(".".join))
 def test_canonical_paths_stay_as_they_are(path: str):
     assert canonical(canonical(path)) == canonical(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "outer", "within", "inside"),
+    [
+        ("a.b", "a", True, True),
+        ("a", "a", True, False),
+        ("ab", "a", False, False),
+        ("a", "a.b", False, False),
+        ("a", "", True, True),
+        ("", "", True, False),
+    ],
+)
+def test_what_lies_in_what(path, outer, within, inside):
+    assert is_within(path, outer) is within
+    assert is_inside(path, outer) is inside

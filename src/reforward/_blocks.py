@@ -175,7 +175,7 @@ def _selected(model: nn.Module, select: str | type[nn.Module] | Sequence[str | t
     wanted = {path for item in items for path in _matching(item, modules)}
     paths = [path for path in modules if path in wanted]
     for path in paths:
-        if outer := next((other for other in paths if path.startswith(other + ".")), None):
+        if outer := next((other for other in paths if _patterns.is_inside(path, other)), None):
             raise InputError(f"blocks can't lie inside one another: {path!r} is inside {outer!r}; select one of them")
     return [_Unit(_stack_of(path, modules), path, modules[path]) for path in paths]
 

@@ -29,6 +29,16 @@ def canonical(path: str) -> str:
     return kept.removeprefix(_PEFT_PREFIX)
 
 
+def is_within(path: str, outer: str) -> bool:
+    """Whether `path` names the module `outer` or one inside it; the path of the model itself is empty."""
+    return path == outer or not outer or path.startswith(f"{outer}.")
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether `path` names a module inside `outer`, and not `outer` itself."""
+    return path != outer and is_within(path, outer)
+
+
 def select(pattern: str, paths: Iterable[str]) -> list[str]:
     """The paths that the pattern matches, in the order given.
 

@@ -140,5 +140,11 @@ class Recompute(Data, frozen=True, kw_only=True, tag_field="is", tag="recompute"
         msgspec.structs.force_setattr(self, "save", selectors(self.save))
         super().__post_init__()
 
+    @property
+    def patterns(self) -> list[str]:
+        """Those that `save` names submodules by."""
+        named = [item.pattern if isinstance(item, Modules) else item.within for item in self.save]
+        return [pattern for pattern in named if pattern is not None]
+
 
 Policy = Save | Recompute

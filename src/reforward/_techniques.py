@@ -144,7 +144,7 @@ class SelectiveModules(Technique):
     def _nodes(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[Node, ...]:
         modules = modules_by_path(model)
         roots = [block.path for block in blocks]
-        inside = [path for path in _called(modules) if any(_within(path, root) for root in roots)]
+        inside = [path for path in _called(modules) if any(_patterns.is_within(path, r) for r in roots)]
         found = {path for pattern in self.patterns for path in _patterns.select(pattern, inside)}
         paths = _outermost(path for path in inside if path in found)
         return tuple(_module_region(path, modules, self.policy) for path in paths)
@@ -328,12 +328,10 @@ def _check_order(node: Node, modules: Mapping[str, nn.Module]) -> None:
 def _check_save_patterns(plan: Plan, paths: Sequence[str]) -> None:
     roots: dict[str, list[str]] = {}
     for region in plan.regions():
-        for item in region.policy.save if isinstance(region.policy, Recompute) else ():
-            pattern = item.pattern if isinstance(item, Modules) else item.within
-            if pattern is not None:
-                roots.setdefault(pattern, []).append(region.path)
+        for pattern in region.policy.patterns if isinstance(region.policy, Recompute) else ():
+            roots.setdefault(pattern, []).append(region.path)
     for pattern, owners in roots.items():
-        _patterns.select(pattern, [path for path in paths if any(_within(path, owner) for owner in owners)])
+        _patterns.select(pattern, [path for path in paths if any(_patterns.is_inside(path, o) for o in owners)])
 
 
 # Blocks to nodes
@@ -457,13 +455,9 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     """Those paths that don't lie inside an earlier one."""
     kept: list[str] = []
     for path in paths:
-        if not any(_within(path, outer) for outer in kept):
+        if not any(_patterns.is_within(path, outer) for outer in kept):
             kept.append(path)
     return kept
-
-
-def _within(path: str, root: str) -> bool:
-    return path == root or not root or path.startswith(root + ".")
 
 
 def type_name(model: nn.Module) -> str:

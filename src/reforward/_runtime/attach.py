@@ -22,9 +22,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from reforward import _patterns, _torch
 from reforward._blocks import check_model, modules_by_path
-from reforward._errors import AttachError, InputError, PatternError, PlanError, ReplayError
+from reforward._errors import AttachError, InputError, PlanError, ReplayError
 from reforward._plan import Node, Plan, Region, Run, leaves
-from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._policy import Recompute
 from reforward._runtime.call import Arguments, new_call
 from reforward._runtime.current import current
 from reforward._runtime.fingerprint import Check
@@ -343,30 +343,15 @@ def _targets(plan: Plan, by_path: dict[str, nn.Module]) -> dict[str, Node | None
                 f"{path!r} is a block of the plan and is named by a selector of the block around it; drop one"
             )
         targets[path] = None
-    _check_patterns(plan, named)
     return targets
 
 
 def _selected_submodules(leaf: Region, by_path: dict[str, nn.Module]) -> list[str]:
-    patterns = _patterns_of(leaf.policy)
+    patterns = leaf.policy.patterns if isinstance(leaf.policy, Recompute) else []
     if not patterns:
         return []
-    inside = [path for path in by_path if path.startswith(leaf.path + ".")]
+    inside = [path for path in by_path if _patterns.is_inside(path, leaf.path)]
     return [path for path in inside if any(_patterns.matches(pattern, path) for pattern in patterns)]
-
-
-def _patterns_of(policy: Policy) -> list[str]:
-    if not isinstance(policy, Recompute):
-        return []
-    return [s.pattern for s in policy.save if isinstance(s, Modules)] + [
-        s.within for s in policy.save if isinstance(s, Ops) and s.within is not None
-    ]
-
-
-def _check_patterns(plan: Plan, named: list[str]) -> None:
-    for pattern in {p for leaf in plan.regions() for p in _patterns_of(leaf.policy)}:
-        if not any(_patterns.matches(pattern, path) for path in named):
-            raise PatternError(f"{pattern!r} matches no submodule of the blocks that it is meant for")
 
 
 def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
@@ -388,7 +373,7 @@ def _check_attachable(model: nn.Module, targets: dict[str, nn.Module]) -> None:
 
 def _refuse_wrapper(wrapped: str, wrapper: nn.Module, targets: Iterable[str]) -> None:
     for path in targets:
-        if f"{path}.".startswith(f"{wrapped}.") or f"{wrapped}.".startswith(f"{path}."):
+        if _patterns.is_within(path, wrapped) or _patterns.is_within(wrapped, path):
             raise AttachError(
                 f"{wrapped!r} is wrapped by {type(wrapper).__module__}.CheckpointWrapper, which recomputes it as well;"
                 " unwrap it first"

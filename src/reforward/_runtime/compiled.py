@@ -326,17 +326,17 @@ def check_compiled(model: nn.Module, plan: Plan, check: str) -> None:
     paths = [_patterns.canonical(name) for name, _ in model.named_modules()]
     for node in plan.nodes:
         for leaf in leaves(node):
-            if any(_is_within(leaf.path, outer) for outer in compiled):
+            if any(_patterns.is_within(leaf.path, outer) for outer in compiled):
                 if (problem := _problem(node, check)) is not None:
                     raise _refusal(leaf.path, problem)
             elif isinstance(leaf.policy, Recompute):
-                inside = sorted(path for path in compiled if _is_within(path, leaf.path))
+                inside = sorted(path for path in compiled if _patterns.is_within(path, leaf.path))
                 _warn_of_unseen(leaf.path, leaf.policy.save, inside, paths)
 
 
 def _warn_of_unseen(path: str, save: Iterable[Selector], compiled: list[str], paths: list[str]) -> None:
     for submodule in compiled:
-        inside = [other for other in paths if _is_within(other, submodule)]
+        inside = [other for other in paths if _patterns.is_within(other, submodule)]
         for selector in save:
             if isinstance(selector, Ops) or any(_patterns.matches(selector.pattern, other) for other in inside):
                 warnings.warn(
@@ -350,7 +350,3 @@ def _warn_of_unseen(path: str, save: Iterable[Selector], compiled: list[str], pa
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, or it is what `torch.compile(module)` returned."""
     return _torch.any_compiled([module]) or type(module).__name__ == "OptimizedModule"
-
-
-def _is_within(path: str, outer: str) -> bool:
-    return not outer or f"{path}.".startswith(f"{outer}.")

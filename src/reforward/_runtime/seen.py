@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from reforward import _torch
+from reforward import _patterns, _torch
 from reforward._blocks import modules_by_path, watching
 from reforward._runtime.families import family_of
 from reforward._runtime.selective import CallPlace, KeepOps, KeptCall, Pass
@@ -117,7 +117,7 @@ def _watched(model: nn.Module, path: str, run: Callable[[], Any], handle: _Handl
     def end(*_: Any) -> None:
         one_pass.leave()
 
-    inside = [other for other in modules_by_path(model) if other.startswith(f"{path}.")]
+    inside = [other for other in modules_by_path(model) if _patterns.is_inside(other, path)]
     with watching(model, inside, begin, end), _Calls(one_pass, handle):
         run()
 
