@@ -11,6 +11,7 @@ A value is named by submodule, family and ordinal, and checked by function and s
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,6 +179,7 @@ class Keeper:
     def __init__(self, save: tuple[Ops | Modules, ...], name: str = ""):
         self._ops = [s for s in save if isinstance(s, Ops)]
         self._modules = [s.pattern for s in save if isinstance(s, Modules)]
+        self._unmet = [ops for ops in self._ops if ops.nth is not None]
         self._name = name
         self._calls: dict[_Key, KeptCall] = {}
         self._kept_modules: dict[_Key, _KeptModule] = {}
@@ -218,6 +220,12 @@ class Keeper:
     def drop_unneeded(self, saved: int) -> None:
         """To be called when the forward has ended: a replay stops at the last saved tensor, what comes later is not
         needed."""
+        for ops in self._unmet:
+            warnings.warn(
+                f"block {self._name!r}: {ops!r} selects nothing: this forward doesn't make that many calls of the"
+                " family there; count from 0, or leave `nth` out to keep them all",
+                stacklevel=2,
+            )
         self._calls = {key: call for key, call in self._calls.items() if call.drop_unneeded(saved)}
         self._kept_modules = {key: kept for key, kept in self._kept_modules.items() if kept.saved_before < saved}
 
@@ -226,7 +234,10 @@ class Keeper:
         if not torch.is_grad_enabled():  # nothing is saved of it, and code that only looks may be left out of a replay
             return False
         places = self._pass.count(family)
-        return not self._pass.whole and any(ops.family == family and is_meant(ops, places) for ops in self._ops)
+        meant = [ops for ops in self._ops if ops.family == family and is_meant(ops, places)]
+        if self._unmet:
+            self._unmet = [ops for ops in self._unmet if ops not in meant]
+        return bool(meant) and not self._pass.whole
 
     # Functions
     # -----------------------------------------------------------------------------------------------------------
