@@ -10,7 +10,7 @@
     ├── ReplayError (also RuntimeError)   a replay can't be exact: refused, never silently wrong
     │   ├── ReplayMismatchError           the replay computed other values than the forward did
     │   └── MutationError                 a tensor the replay needs was changed in place
-    └── DryRunError                       the model can't be traced with fake tensors
+    └── DryRunError                       the step can't be traced
 
 `ReplayError` is a RuntimeError, as autograd's own refusals are, so code that expects those goes on working.
 """
@@ -69,4 +69,4 @@ class MutationError(ReplayError):
 
 
 class DryRunError(ReforwardError):
-    """The model can't be traced with fake tensors (data-dependent shapes, `.item()`)."""
+    """The step can't be traced, neither on fake tensors nor on its own."""

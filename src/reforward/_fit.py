@@ -16,7 +16,7 @@ from reforward._frontier import FrontierPoint, frontier_points
 from reforward._measure import Measurement, measure
 from reforward._measure.measure import device_of
 from reforward._measure.measurement import Breakdown
-from reforward._measure.room import room_bytes, total_bytes
+from reforward._measure.room import total_bytes, usable_bytes
 from reforward._plan import Plan
 from reforward._profile import DryRun, Profiled, dry_run, profile_step
 from reforward._profile_type import Profile
@@ -35,8 +35,6 @@ _FRONTIER_POINTS = 12
 # A dry run doesn't see the scalars that autograd keeps, a few bytes each; a budget is only promised with room for them:
 # this share of the peak, and at least so many bytes.
 _DRY_RUN_ERROR, _DRY_RUN_ERROR_BYTES = 0.001, 1024
-# A step is taken to fit if this share of the room stays free beside it.
-_RESERVE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +259,7 @@ class _Search:
     def plain_fits(self) -> bool:
         """Whether the plain step is known to fit beside what is in memory now."""
         extra = self.profiled.plain.peak_bytes - self.profiled.plain.parameter_bytes
-        return extra <= room_bytes(self._device) * (1 - _RESERVE)
+        return extra <= usable_bytes(self._device)
 
     def _solve(self, target: int) -> Solution:
         """The plan for a target, which may be below the budget; at worst the plan with the smallest peak."""

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_RESERVE = 0.1
 
 
 def total_bytes(device: torch.device) -> int:
@@ -29,6 +30,11 @@ def room_bytes(device: torch.device) -> int:
     free, _ = torch.get_device_module(device).mem_get_info(device)
     module = torch.get_device_module(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What a step may be known to fit into: the room, less a reserve."""
+    return int(room_bytes(device) * (1 - _RESERVE))
 
 
 def _limits() -> Iterator[int]:

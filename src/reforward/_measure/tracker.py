@@ -86,6 +86,10 @@ class _Entry(weakref.ref):
     tag: Tag | None
 
 
+class MemoryLimitError(Exception):
+    """More is live than a tracker was told to allow."""
+
+
 class StorageTracker(TorchDispatchMode):
     """A dispatch mode that keeps account of the storages made while it is active.
 
@@ -100,6 +104,7 @@ class StorageTracker(TorchDispatchMode):
         output_bytes: true size of the n-th output, from `(op, args, n)`, used where an output has no bytes at all: fake
             kernels of operations with opaque outputs (oneDNN's LSTM) leave them empty.
         on_op: called after every operation.
+        most_bytes: an operation after which more is live raises MemoryLimitError.
 
     Attributes:
         phase, label: the current tag; set them, or use `in_phase` for the phase.
@@ -117,12 +122,14 @@ class StorageTracker(TorchDispatchMode):
         workspace: Workspace | None = None,
         output_bytes: OutputBytes | None = None,
         on_op: Callable[[OpEvent], None] | None = None,
+        most_bytes: int | None = None,
     ):
         super().__init__()
         self.device = None if device is None else torch.device(device)
         self.workspace = workspace
         self.output_bytes = output_bytes
         self.on_op = on_op
+        self.most_bytes = most_bytes
         self.phase = ""
         self.label = ""
         self.live_bytes = 0
@@ -216,6 +223,8 @@ class StorageTracker(TorchDispatchMode):
                 self._change(entry, storage.nbytes() + entry.unseen)
 
     def _after(self, func: Any, args: tuple[Any, ...], outputs: Any, before: int) -> None:
+        if self.most_bytes is not None and self.live_bytes > self.most_bytes:
+            raise MemoryLimitError(f"more than {self.most_bytes} bytes are live")
         workspace = 0 if self.workspace is None else self.workspace(func, args, outputs)
         candidate = max(before, self.live_bytes) + workspace
         self._peak_since_mark = max(self._peak_since_mark, candidate)

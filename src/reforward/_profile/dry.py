@@ -6,6 +6,7 @@ gradient of its output is there and ends when that of its input is; what lies be
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,15 @@ from torch.utils.flop_counter import flop_registry
 from reforward import _torch
 from reforward._blocks import Block, watching
 from reforward._errors import DryRunError, ReforwardError, StepError
-from reforward._measure.tracker import StorageTracker, Tag
+from reforward._measure.measure import device_of
+from reforward._measure.room import usable_bytes
+from reforward._measure.tracker import MemoryLimitError, StorageTracker, Tag
 from reforward._measure.workspace import OutputSizes, Workspaces
-from reforward._profile.faking import FakeStep, faked
+from reforward._profile.faking import TracedStep, faked
+from reforward._profile.lending import lent
 from reforward._runtime import is_replaying
 from reforward._step import Phase, Step
+from reforward._units import format_bytes
 
 Kind = Literal["forward", "backward", "gap"]
 
@@ -91,6 +96,7 @@ class DryRun:
         segments: the trace, without gaps in time.
         parameter_bytes, optimizer_bytes, gradient_bytes: parts of the static memory; gradients as they are when all
             exist.
+        needs_values: it ran on real tensors.
     """
 
     peak_bytes: int
@@ -101,20 +107,29 @@ class DryRun:
     parameter_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
+    needs_values: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What only real kernels can tell a dry run: their workspaces, and the sizes of their opaque outputs."""
+    """What a dry run is told: what only real kernels show, and what earlier dry runs showed.
+
+    Attributes:
+        workspaces: of kernels.
+        output_sizes: of opaque outputs.
+        needs_values: the step can't be run on fake tensors.
+    """
 
     workspaces: Workspaces = field(default_factory=Workspaces)
     output_sizes: OutputSizes = field(default_factory=OutputSizes)
+    needs_values: bool = False
 
     def merged(self, other: Knowledge) -> Knowledge:
         """What either knows."""
         return Knowledge(
             workspaces=self.workspaces.merged(other.workspaces),
             output_sizes=self.output_sizes.merged(other.output_sizes),
+            needs_values=self.needs_values or other.needs_values,
         )
 
 
@@ -124,18 +139,42 @@ def dry_run(
     """Runs a step on fake tensors, under whatever plan is on the model. Model, optimizer and random streams stay as
     they are.
 
+    If the model needs values of tensors (`.item()`, shapes that depend on data), the step runs on its own tensors, and
+    is stopped before it takes more memory than is free.
+
     Raises:
-        DryRunError: the model needs values of tensors (`.item()`, shapes that depend on data).
+        DryRunError: the step can't be run in either way.
         StepError: the step never calls a block, or has no scalar loss.
     """
     knowledge = knowledge or Knowledge()
+    refusal = None
+    if not knowledge.needs_values:
+        try:
+            with faked(model, step) as traced:
+                return _called(model, blocks, _tracked(model, traced, blocks, variant, knowledge))
+        except ReforwardError:
+            raise
+        except Exception as error:
+            refusal = error
+    free = usable_bytes(device_of(model))
     try:
-        with faked(model, step) as fake:
-            result = _tracked(model, fake, blocks, variant, knowledge)
+        with lent(model, step) as traced:
+            result = _tracked(model, traced, blocks, variant, knowledge, most_bytes=free)
     except ReforwardError:
         raise
     except Exception as error:
-        raise _refusal(model, error) from error
+        raise _refusal(model, error, refusal, free) from error
+    if refusal is not None:
+        warnings.warn(
+            f"{type(model).__name__} can't be run on tensors without values ({_in_short(refusal)}), so its memory is"
+            " taken from real steps, which are undone",
+            stacklevel=2,
+        )
+    return _called(model, blocks, replace(result, needs_values=True))
+
+
+def _called(model: nn.Module, blocks: Sequence[Block], result: DryRun) -> DryRun:
+    """The result, unless no block was called."""
     if blocks and not result.calls:
         raise StepError(
             f"the step never calls a block of {type(model).__name__} ({blocks[0].path!r}, ...);"
@@ -170,35 +209,50 @@ def check_same_calls(model: nn.Module, before: Sequence[BlockCall], now: Sequenc
             )
 
 
-def _refusal(model: nn.Module, error: Exception) -> DryRunError:
-    fact = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    cause = (
-        "Its forward looks at what tensors hold, as .item() or shapes that depend on data do"
-        if _torch.needs_values(error)
-        else "If the step runs by itself, something in it has no form for such tensors: an operation, or .numpy()"
+def _refusal(model: nn.Module, error: Exception, on_fakes: Exception | None, free: int) -> DryRunError:
+    name = type(model).__name__
+    if not isinstance(error, MemoryLimitError):
+        return DryRunError(f"the step of {name} failed: {_in_short(error)}")
+    why = f" ({_in_short(on_fakes)})" if on_fakes is not None else ""
+    return DryRunError(
+        f"{name} can't be run on tensors without values{why}, so its memory is taken from real steps, and one needs"
+        f" more than the {format_bytes(free)} that are free. Give a smaller batch, or attach a technique by hand,"
+        " rf.full() say"
     )
-    return DryRunError(f"{type(model).__name__} can't be run on tensors without values ({fact}). {cause}")
 
 
-def _tracked(model: nn.Module, fake: FakeStep, blocks: Sequence[Block], variant: int, knowledge: Knowledge) -> DryRun:
-    tracker = StorageTracker(workspace=knowledge.workspaces.lookup, output_bytes=knowledge.output_sizes.lookup)
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _tracked(
+    model: nn.Module,
+    traced: TracedStep,
+    blocks: Sequence[Block],
+    variant: int,
+    knowledge: Knowledge,
+    most_bytes: int | None = None,
+) -> DryRun:
+    tracker = StorageTracker(
+        workspace=knowledge.workspaces.lookup, output_bytes=knowledge.output_sizes.lookup, most_bytes=most_bytes
+    )
     static = {
-        "parameters": fake.parameters,
-        "buffers": fake.buffers,
-        "gradients": fake.gradients,
-        "optimizer": fake.optimizer,
-        "batch": fake.batch,
+        "parameters": traced.parameters,
+        "buffers": traced.buffers,
+        "gradients": traced.gradients,
+        "optimizer": traced.optimizer,
+        "batch": traced.batch,
     }
     sizes = _sizes(static)
     for tensors in static.values():
         tracker.ignore(tensors)
-    handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in fake.parameters if p.requires_grad]
-    watch = _Watch(tracker, blocks, fake.fake_of)
+    handles = [p.register_post_accumulate_grad_hook(_retagger(tracker)) for p in traced.parameters if p.requires_grad]
+    watch = _Watch(tracker, blocks, traced.stand_in)
     paths = [block.path for block in blocks]
     with tracker, watch.operations, watching(model, paths, watch.begin_forward, watch.end_forward):
-        fake.step.run(variant, phase=watch.phase)
+        traced.step.run(variant, phase=watch.phase)
         gradient_bytes = sizes["gradients"] + sum(
-            p.nbytes for p in fake.parameters if p.requires_grad and p.grad is None
+            p.nbytes for p in traced.parameters if p.requires_grad and p.grad is None
         )
         del handles
     return DryRun(
@@ -307,14 +361,14 @@ class _Watch:
     """Cuts the trace where blocks begin and end. A region is a module's forward, so hooks on the module lie outside."""
 
     def __init__(
-        self, tracker: StorageTracker, blocks: Sequence[Block], fake_of: Callable[[torch.Tensor], torch.Tensor]
+        self, tracker: StorageTracker, blocks: Sequence[Block], stand_in: Callable[[torch.Tensor], torch.Tensor]
     ):
         self.operations = Operations()
         self.calls: list[BlockCall] = []
         self.segments: list[Segment] = []
         self._tracker = tracker
         self._blocks = {block.path: block for block in blocks}
-        self._fake_of = fake_of
+        self._stand_in = stand_in
         self._open: tuple[Kind, int] = ("gap", -1)
         self._begin_bytes = 0
         self._begin_flops = 0
@@ -369,7 +423,7 @@ class _Watch:
         The fake mode would exchange it at every operation; then the block's saved input isn't what it was given.
         """
         leaves, structure = _torch.flatten((args, kwargs))
-        return _torch.unflatten([self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+        return _torch.unflatten([self._stand_in(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
 
     def end_forward(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """To be called when a block has run."""

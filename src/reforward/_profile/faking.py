@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +20,17 @@ from reforward._step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class FakeStep:
-    """A step that runs on fake tensors, and the fake tensors that it finds in memory, by what they are.
+class TracedStep:
+    """A step to be traced, and the tensors that it finds in memory, by what they are.
 
     Attributes:
-        step: the step, with a copy of the optimizer that updates the fake parameters.
-        fake_of: what stands for a tensor in the dry run: a fake, or the tensor itself if it holds integers.
-        parameters, buffers, gradients, optimizer, batch: fake tensors, each once.
+        step: the step, with a copy of the optimizer that updates the traced parameters.
+        stand_in: what stands for a tensor of the step: a fake, or the tensor itself.
+        parameters, buffers, gradients, optimizer, batch: each tensor once.
     """
 
     step: Step
-    fake_of: Callable[[torch.Tensor], torch.Tensor]
+    stand_in: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[torch.Tensor, ...]
     buffers: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
@@ -49,13 +49,13 @@ class _NoCopies:
 
 
 @contextmanager
-def faked(model: nn.Module, step: Step) -> Iterator[FakeStep]:
+def faked(model: nn.Module, step: Step) -> Iterator[TracedStep]:
     """Inside, the model's parameters and buffers are fake and a fake mode is active; afterwards all is as before.
 
     Python state that the forward changes, and random streams, are put back as well.
     """
     held = step_inputs(step)
-    modules = list(dict.fromkeys(m for root in (model, *held) if isinstance(root, nn.Module) for m in root.modules()))
+    modules = modules_of(model, held)
     mode = _torch.fake_mode()
     with preserved(model, step.optimizer, also=held, copies=_NoCopies()):
         fakes = _Fakes(mode)
@@ -69,15 +69,15 @@ def faked(model: nn.Module, step: Step) -> Iterator[FakeStep]:
                         _torch.put_buffer(module, name, fakes.of(buffer))
                 batch = [fakes.stand_in(item) for item in held if isinstance(item, torch.Tensor)]
                 optimizer = _fake_optimizer(step.optimizer, fakes) if step.optimizer is not None else None
-                parameters = _unique(fakes.of(p) for _, own, _ in exchanged for p in own.values())
-                yield FakeStep(
+                parameters = unique(fakes.of(p) for _, own, _ in exchanged for p in own.values())
+                yield TracedStep(
                     step=replace(step, optimizer=optimizer),
-                    fake_of=fakes.stand_in,
+                    stand_in=fakes.stand_in,
                     parameters=parameters,
-                    buffers=_unique(fakes.of(b) for _, _, own in exchanged for b in own.values()),
-                    gradients=_unique(p.grad for p in parameters if p.grad is not None),
-                    optimizer=_unique(_torch.tensors_in([*optimizer.state.values()])) if optimizer is not None else (),
-                    batch=_unique(batch),
+                    buffers=unique(fakes.of(b) for _, _, own in exchanged for b in own.values()),
+                    gradients=unique(p.grad for p in parameters if p.grad is not None),
+                    optimizer=unique(_torch.tensors_in([*optimizer.state.values()])) if optimizer is not None else (),
+                    batch=unique(batch),
                 )
         finally:
             for module, parameters, buffers in exchanged:
@@ -85,6 +85,11 @@ def faked(model: nn.Module, step: Step) -> Iterator[FakeStep]:
                     _torch.put_parameter(module, name, parameter)
                 for name, buffer in buffers.items():
                     _torch.put_buffer(module, name, buffer)
+
+
+def modules_of(model: nn.Module, held: Iterable[Any]) -> list[nn.Module]:
+    """The modules that a step runs: the model's, and those that its function holds besides; each once."""
+    return list(dict.fromkeys(m for root in (model, *held) if isinstance(root, nn.Module) for m in root.modules()))
 
 
 class _Fakes:
@@ -124,7 +129,7 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: _Fakes) -> torch.op
         dict,
         {fakes.of(p): {key: _fake_state(value, fakes) for key, value in s.items()} for p, s in optimizer.state.items()},
     )
-    _fill_state(fake)
+    fill_state(fake)
     return fake
 
 
@@ -139,16 +144,17 @@ def _fake_state(value: Any, fakes: _Fakes) -> Any:
     return torch.tensor(number, dtype=value.dtype)
 
 
-def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Steps once, so that an optimizer that makes its state in its first step has it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     before = [p.grad for p in parameters]
     for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
 
 
-def _unique(tensors: Any) -> tuple[torch.Tensor, ...]:
+def unique(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, each once."""
     return tuple({id(tensor): tensor for tensor in tensors}.values())

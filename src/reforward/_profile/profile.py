@@ -14,7 +14,7 @@ from reforward._blocks import Block, modules_by_path
 from reforward._errors import DryRunError, InputError
 from reforward._plan import Plan, Region
 from reforward._policy import Policy, Recompute, Save
-from reforward._profile.dry import BlockCall, DryRun, Segment, check_same_calls, dry_run
+from reforward._profile.dry import BlockCall, DryRun, Knowledge, Segment, check_same_calls, dry_run
 from reforward._profile.real import BlockSeconds, RealCosts, kind_of, learn_variant, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
@@ -88,7 +88,8 @@ def profile_step(
         first = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
         variant = max(range(step.variants), key=lambda index: first[index].peak_bytes)
         progress("timing the blocks", 0.2)
-        costs = real_costs(model, step, first[variant].calls, variant)
+        needs_values = any(run.needs_values for run in first)
+        costs = real_costs(model, step, first[variant].calls, variant, Knowledge(needs_values=needs_values))
         for other in range(step.variants):
             if other != variant:
                 known = learn_variant(model, step, first[other].calls, other, costs.knowledge)

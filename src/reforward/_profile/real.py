@@ -11,7 +11,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,11 +81,13 @@ def kind_of(module: nn.Module) -> Kind:
     return type(module).__name__, repr(module)
 
 
-def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int) -> RealCosts:
-    """Times and profiles the parts of a step. The model must have no plan on it; it stays as it is."""
+def real_costs(model: nn.Module, step: Step, calls: Sequence[BlockCall], variant: int, known: Knowledge) -> RealCosts:
+    """Times and profiles the parts of a step, and adds to what is known of it. The model must have no plan on it; it
+    stays as it is."""
     device = device_of(model)
     with preserved(model, also=step_inputs(step)):
         cases, outside_seconds, knowledge = _cases(model, step, calls, variant, device)
+        knowledge = known.merged(knowledge)
         bench = _Bench(model, device)
         policies: dict[Kind, tuple[Policy, ...]] = {}
         for case in cases.values():
@@ -230,9 +232,7 @@ class _Bench:
         with known.output_sizes:
             case.run(self._device)
         trace = record(lambda: case.run(self._device), device=self._device, shapes=True)
-        return Knowledge(
-            workspaces=known.workspaces.merged(Workspaces.from_trace(trace)), output_sizes=known.output_sizes
-        )
+        return replace(known, workspaces=known.workspaces.merged(Workspaces.from_trace(trace)))
 
     def calls(self, case: _Case) -> list[SeenCall]:
         """The calls in the block's forward that a policy could select."""
