@@ -55,18 +55,19 @@ PLANS = {
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
-def compare(work, plan, build=stack):
-    """`work(model, input)` gives equal results and streams, plain and planned."""
+def compare(work, plan, build=stack, check="first"):
+    """`work(model, input)` gives equal results, gradients, buffers and streams, plain and planned."""
     found = []
     for attached in (False, True):
         same.seed(0)
         model = build()
         if attached:
-            rf.attach(model, plan)
+            rf.attach(model, plan, check=check)
         x = torch.randn(4, 8).requires_grad_()
         results = list(work(model, x))
         gradients = [same.clone(p.grad) for p in [x, *model.parameters()]]
-        found.append({"results": results, "gradients": gradients, **same.streams()})
+        buffers = [same.clone(buffer) for buffer in model.buffers()]
+        found.append({"results": results, "gradients": gradients, "buffers": buffers, **same.streams()})
     assert same.differences(*found) == []
 
 

@@ -335,7 +335,7 @@ def new_call(
     The others are those of `Call`.
     """
     state = ModuleState(name, modules, learnt, arguments.parts)
-    fence = Fence(state, devices, Hooks(state.modules[called_modules:]), learnt)
+    fence = Fence(state, devices, Hooks(state.modules, called_modules), learnt)
     return Call(
         name,
         function,

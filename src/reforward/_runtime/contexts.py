@@ -34,11 +34,12 @@ class Contexts:
     def __init__(self, name: str, result: Any, start: int, held: set[int], bring_back: Callable[[], None]):
         self._name = name
         self._places: list[tuple[weakref.ref[Any], list[str]]] = []
+        self._filled: dict[tuple[Any, str], _Filled] = {}
         for node in _nodes_made(result, start):
             names = [key for key, value in node.__dict__.items() if _is_worth_taking(value, held)]
             self._places.append((weakref.ref(node), names))
             if names:
-                node.register_prehook(_Before(weakref.ref(node), names[0], bring_back))
+                node.register_prehook(_Before(weakref.ref(node), names, bring_back))
         self.empty()
 
     @property
@@ -52,11 +53,15 @@ class Contexts:
         return any(names and reference() is not None for reference, names in self._places)
 
     def empty(self) -> None:
-        """Takes the attributes away."""
+        """Takes the attributes away, but for those that a backward has changed: the next one reads them so."""
         for reference, names in self._places:
             node = reference()
-            if node is not None:
-                node.__dict__.update(dict.fromkeys(names, _TAKEN))
+            for name in list(names) if node is not None else ():
+                filled = self._filled.pop((reference, name), None)
+                if filled is None or filled.is_intact(node.__dict__.get(name)):
+                    node.__dict__[name] = _TAKEN
+                else:
+                    names.remove(name)
 
     def fill(self, result: Any, start: int) -> None:
         """Brings the attributes back from the graph of a replay.
@@ -74,21 +79,35 @@ class Contexts:
             )
         for (reference, names), other in zip(self._places, again, strict=True):
             node = reference()
-            if node is not None:
-                node.__dict__.update((name, other.__dict__[name]) for name in names)
+            for name in names if node is not None else ():
+                if node.__dict__.get(name) is _TAKEN:
+                    value = node.__dict__[name] = other.__dict__[name]
+                    self._filled[reference, name] = _Filled(value)
+
+
+class _Filled:
+    """A value as it was brought back."""
+
+    def __init__(self, value: Any):
+        self._value = value
+        tensors = [leaf for leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
+        self._versions = [(tensor, _torch.version(tensor)) for tensor in tensors]
+
+    def is_intact(self, now: Any) -> bool:
+        return now is self._value and all(_torch.version(tensor) == version for tensor, version in self._versions)
 
 
 class _Before:
     """Runs in front of a node's backward."""
 
-    def __init__(self, node: weakref.ref[Any], name: str, bring_back: Callable[[], None]):
+    def __init__(self, node: weakref.ref[Any], names: list[str], bring_back: Callable[[], None]):
         self._node = node
-        self._name = name
+        self._names = names
         self._bring_back = bring_back
 
     def __call__(self, gradients: Any) -> None:
         node = self._node()
-        if node is not None and node.__dict__.get(self._name) is _TAKEN:
+        if node is not None and any(node.__dict__.get(name) is _TAKEN for name in self._names):
             self._bring_back()
 
 

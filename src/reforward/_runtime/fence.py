@@ -17,7 +17,7 @@ from reforward._runtime.hooks import Hooks
 from reforward._runtime.learnt import Learnt
 from reforward._runtime.module_state import ModuleState
 from reforward._runtime.parts import Ref
-from reforward._runtime.reach import Outside, those_with_generators, value_of, variables_of
+from reforward._runtime.reach import Outside, those_with_generators, value_of, variables_of, variables_of_function
 from reforward._runtime.streams import OwnStream, RngState
 
 NO_CONTEXT = nullcontext()
@@ -44,18 +44,32 @@ class Fence:
     ):
         self._state = state
         self._learnt = learnt
+        self._hooks = hooks
         self._outside = self._look_outside(learnt)
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(devices)
         self._streams = OwnStream.among(map(value_of, learnt.generators))
-        self._hooks = hooks
 
     def _look_outside(self, learnt: Learnt) -> Outside | None:
         if learnt.variables is None:
             learnt.variables = variables_of(self._state.modules)
             learnt.generators = those_with_generators(learnt.variables)
+            self._look_into_hooks(learnt)
+            return Outside(learnt.variables)
+        if self._look_into_hooks(learnt):
             return Outside(learnt.variables)
         return Outside(learnt.outside) if learnt.outside else None
+
+    def _look_into_hooks(self, learnt: Learnt) -> bool:
+        """Whether there are hooks that earlier calls didn't have; their variables count as well from now on."""
+        new = [hook for hook in self._hooks.functions if hook not in learnt.hooks] if self._hooks.any else []
+        if not new:
+            return False
+        learnt.hooks += new
+        found = [variable for hook in new for variable in variables_of_function(hook)]
+        learnt.variables = [*(learnt.variables or []), *found]
+        learnt.generators = [*learnt.generators, *those_with_generators(found)]
+        return bool(found)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

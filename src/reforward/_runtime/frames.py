@@ -165,6 +165,7 @@ class Recorder(_Frame):
 
     def note_use(self) -> None:
         """The call differentiates something itself."""
+        self.call.learnt.adds_gradients = True  # perhaps
         if self.keeper is not None:
             self.keeper.differentiates = True
 
@@ -183,6 +184,9 @@ class Filler(_Frame):
     Args:
         slots: the holders, in order.
         stop: position of the last holder needed; None: the call is needed to its end.
+
+    Attributes:
+        stopped: the last holder needed has its value.
     """
 
     def __init__(self, call: Call, slots: list[Slot], *, stop: int | None, keeper: Keeper | None, entry: set[int]):
@@ -190,6 +194,7 @@ class Filler(_Frame):
         self._slots = slots
         self._stop = stop
         self._position = 0
+        self.stopped = False
         self._equal: list[tuple[Slot, torch.Tensor, _Line]] = []
 
     @property
@@ -229,6 +234,7 @@ class Filler(_Frame):
         self._position += 1
         if self._stop is not None and self._position > self._stop:
             self._check_values()
+            self.stopped = True
             raise Done
 
     def check_complete(self) -> None:

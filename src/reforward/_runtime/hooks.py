@@ -8,7 +8,7 @@ since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch import nn
 from reforward import _torch
 from reforward._runtime.ambient import Ambient
 from reforward._runtime.current import is_replaying
+from reforward._runtime.learnt import Learnt
+from reforward._runtime.module_state import ModuleState
+from reforward._runtime.parts import Parts
 from reforward._runtime.streams import RngState, accelerators
 
 _Table = dict[int, Any]
@@ -26,13 +29,18 @@ _Table = dict[int, Any]
 class Watched:
     """Stands for a hook and sees what it does.
 
+    Args:
+        hook: the hook.
+        modules: those of the block that it is called in; others may look at what it changes there.
+
     Attributes:
         acted: whether it ever did more than look.
         calls, replays: how often it was called, outside of replays and in them.
     """
 
-    def __init__(self, hook: Callable[..., Any]):
+    def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module] = ()):
         self.hook = hook
+        self._modules = modules
         self.acted = False
         self.calls = self.replays = 0
 
@@ -41,28 +49,35 @@ class Watched:
             self.replays += 1
         else:
             self.calls += 1
-        before = _seen(module, given)
+        if self.acted:
+            return self.hook(module, *given)
+        modules = list(dict.fromkeys([*self._modules, *_torch.submodules(module)]))
+        state = ModuleState("", modules, _acquainted(modules), Parts())
+        before = _seen(modules, given)
         result = self.hook(module, *given)
-        if result is not None or before != _seen(module, given):
-            self.acted = True
+        self.acted = result is not None or before != _seen(modules, given) or state.written_in_place() != []
         return result
 
 
-def _seen(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
-    """What a hook may change: attributes, parameters and buffers of its module and those below, the values of what it
-    is given, random streams, settings. Objects by identity."""
-    homes = [home for part in _torch.submodules(module) for home in _torch.live_state(part)]
+def _acquainted(modules: Sequence[nn.Module]) -> Learnt:
+    """As after forwards of these modules that wrote no buffer: large ones aren't copied."""
+    learnt = Learnt()
+    learnt.seen.update((index, training) for index in range(len(modules)) for training in (True, False))
+    return learnt
+
+
+def _seen(modules: Sequence[nn.Module], given: tuple[Any, ...]) -> list[Any]:
+    """What a hook may change beside its block's modules: what it is given, random streams, settings."""
     leaves, structure = _torch.flatten(given)
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)] + [
-        t for home in homes for t in home.values() if isinstance(t, torch.Tensor)
-    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices = accelerators(tensors + _torch.parameters_of(list(modules)))
     return [
-        [[(name, id(value)) for name, value in home.items()] for home in homes],
         [id(leaf) for leaf in leaves],
         structure,
         [_torch.version(tensor) for tensor in tensors],
-        RngState.capture(accelerators(tensors)),
-        Ambient.capture(accelerators(tensors)),
+        [_torch.version(parameter) for parameter in _torch.parameters_of(list(modules))],
+        RngState.capture(devices),
+        Ambient.capture(devices),
     ]
 
 
@@ -78,12 +93,14 @@ class Hooks:
     """The forward hooks inside a block, before its forward.
 
     Args:
-        modules: those that the block calls.
+        modules: the block's.
+        called: how many of the first modules are called outside of the block's forward.
     """
 
-    def __init__(self, modules: list[nn.Module]):
-        self._modules = modules
-        tables = self._all_tables() if _torch.have_hooks(modules) else []
+    def __init__(self, modules: list[nn.Module], called: int = 1):
+        self._all_modules = modules
+        self._modules = modules[called:]
+        tables = self._all_tables() if _torch.have_hooks(self._modules) else []
         self._tables = [
             (hooks, options, hooks.copy(), [o.copy() for o in options]) for hooks, options in tables if hooks
         ]
@@ -98,10 +115,17 @@ class Hooks:
         """Whether there are hooks."""
         return bool(self._tables)
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The hooks."""
+        return [hook for _, _, before, _ in self._tables for hook in before.values()]
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the forward: sees which hooks do more than look."""
-        self._watched = [{key: Watched(hook) for key, hook in before.items()} for _, _, before, _ in self._tables]
+        self._watched = [
+            {key: Watched(hook, self._all_modules) for key, hook in before.items()} for _, _, before, _ in self._tables
+        ]
         for (hooks, *_), watched in zip(self._tables, self._watched, strict=True):
             hooks.update(watched)
         try:

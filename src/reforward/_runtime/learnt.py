@@ -15,21 +15,25 @@ class Learnt:
             only.
         written: tensors that a forward wrote, by index of the module and name.
         proven: a replay was seen to compute the very values of its forward.
-        adds_gradients: a forward ran a backward of its own.
+        adds_gradients: a forward differentiated something itself, and may have added to gradients.
         seen_through: the graph of a forward was looked through for these:
         uses_contexts: custom autograd functions keep tensors as attributes of their contexts.
         variables: what its code refers to; None: not looked yet. Then, of these:
         generators: those that hold generators.
         outside: those that a forward changed.
+        hooks: whose variables are among them.
+        submodules: the same of submodules that are kept whole, by path.
     """
 
     __slots__ = (
         "adds_gradients",
         "generators",
+        "hooks",
         "outside",
         "proven",
         "seen",
         "seen_through",
+        "submodules",
         "uses_contexts",
         "variables",
         "written",
@@ -45,3 +49,5 @@ class Learnt:
         self.variables: list[Variable] | None = None
         self.generators: list[Variable] = []
         self.outside: list[Variable] = []
+        self.hooks: list[Any] = []
+        self.submodules: dict[str, Learnt] = {}

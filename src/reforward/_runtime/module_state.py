@@ -108,8 +108,11 @@ class ModuleState:
         self._streams: list[OwnStream] = []
         self.modules = modules
         self._known = set(modules)
+        self._given: list[nn.Parameter] = []
         for leaf in parts.leaves.copy():  # of the arguments
-            if type(leaf) not in _TENSORS:
+            if type(leaf) is nn.Parameter:
+                self._given.append(leaf)
+            elif type(leaf) not in _TENSORS:
                 self._add_reached(leaf)
         index = 0
         while index < len(self.modules):
@@ -123,8 +126,13 @@ class ModuleState:
         ]
 
     def _gradients_now(self) -> list[tuple[int, int]]:
-        gradients = [p.grad for p, *_ in self._parameters if p.is_leaf]
+        gradients = [leaf.grad for leaf in self._leaves()]
         return [(id(g), _torch.version(g)) for g in gradients if g is not None]
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """To which a backward inside the block may add gradients."""
+        held = [held.tensor for held in self._all_held()]
+        return [t for t in (*[p for p, *_ in self._parameters], *self._given, *held) if t.is_leaf and t.requires_grad]
 
     def _all_held(self) -> list[_HeldTensor]:
         return [*self._held, *self._deep.values()] if self._deep else self._held
@@ -186,6 +194,23 @@ class ModuleState:
         elif type(leaf) not in IMMUTABLE:
             self._streams += OwnStream.among([leaf])
 
+    @property
+    def holds_generators(self) -> bool:
+        """Whether the modules reach a generator."""
+        return bool(self._streams)
+
+    def written_in_place(self) -> list[tuple[dict[str, Any], str, torch.Tensor]] | None:
+        """To be called when the forward has ended: the buffers and tensor attributes that it wrote, each as its home,
+        its name and a copy of its value; None if it changed anything else."""
+        if any(_differ(before, home) for home, before in self._homes):
+            return None
+        if not all(self._parts.matches(ref, home[key], {}) for home, key, ref in self._attributes):
+            return None
+        written = [held for held in self._all_held() if held.written()]
+        self._learnt.written.update(held.key for held in written)
+        buffers = [(held.home, held.name, held.tensor.detach().clone()) for held in written if held.home is not None]
+        return buffers if len(buffers) == len(written) else None
+
     def seal(self) -> None:
         """To be called when the forward has ended. Drops copies that aren't needed, remembers what was written and
         which attributes hold what they held.
@@ -243,7 +268,7 @@ class ModuleState:
         now = [(home, home.copy()) for home, _ in self._homes]
         tensors, streams = self.tensors, [stream.now() for stream in self._streams]
         switched = [(p, wanted) for p, _, wanted in self._parameters if p.requires_grad is not wanted]
-        gradients = [(p, p.grad) for p, *_ in self._parameters if p.is_leaf] if self._learnt.adds_gradients else []
+        gradients = [(leaf, leaf.grad) for leaf in self._leaves()] if self._learnt.adds_gradients else []
 
         def undo() -> None:
             _restore(now)
@@ -251,15 +276,15 @@ class ModuleState:
                 stream.apply()
             for parameter, wanted in switched:
                 parameter.requires_grad_(not wanted)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
             self.tensors = tensors
 
         try:
             for parameter, wanted in switched:
                 parameter.requires_grad_(wanted)
-            for parameter, _ in gradients:
-                parameter.grad = None  # a backward inside the block has had its effect
+            for leaf, _ in gradients:
+                leaf.grad = None  # a backward inside the block has had its effect
             return undo, self._show()
         except BaseException:
             undo()
@@ -327,6 +352,11 @@ def _same_values(tensor: torch.Tensor, copied: torch.Tensor) -> bool:
     if tensor.dtype not in _COMPARABLE:
         return bool(fingerprint(tensor) == fingerprint(copied))
     return torch.equal(tensor, copied) or bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dicts don't hold the same objects under the same names."""
+    return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
 def _restore(homes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

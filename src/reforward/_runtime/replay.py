@@ -150,8 +150,6 @@ class Recording:
             try:
                 with torch.enable_grad():
                     self._replay_until(stop)
-            except Done:
-                pass
             finally:
                 current.replays -= 1
                 now.go_back()
@@ -183,7 +181,14 @@ class Recording:
                     entry=self._entry_storages(index),
                 )
                 start = _torch.graph_position()
-                result = self._make_again(made.call, previous, filler, nested)
+                result = None
+                try:
+                    result = self._make_again(made.call, previous, filler, nested)
+                except (Done, Exception):
+                    if not filler.stopped:
+                        raise
+                if filler.stopped:  # also where the model's own code took the exception, or exchanged it for another
+                    return
                 filler.check_complete()
                 if made.contexts is not None:
                     made.contexts.fill(result, start)

@@ -24,8 +24,11 @@ from torch import nn
 from reforward import _patterns, _torch
 from reforward._errors import ReplayMismatchError
 from reforward._policy import Modules, Ops, Policy, Recompute
+from reforward._runtime.effects import Effects, Watch
 from reforward._runtime.families import family_of
-from reforward._runtime.streams import TORCH_PARTS, OwnStream, RngState, accelerators
+from reforward._runtime.learnt import Learnt
+from reforward._runtime.parts import IMMUTABLE
+from reforward._runtime.streams import TORCH_PARTS, RngState, accelerators
 
 if TYPE_CHECKING:
     from reforward._runtime.frames import Recorder
@@ -144,7 +147,7 @@ class _KeptModule:
     """One call of a selected submodule: its whole output.
 
     Attributes:
-        side_effects: it did more than return its output, so it is called again although that is known.
+        effects: what it did besides. If more than writing buffers, it is called again although its output is known.
         calls: how many calls of each family it made.
     """
 
@@ -152,12 +155,12 @@ class _KeptModule:
     structure: Any
     rng: RngState
     saved_before: int
-    side_effects: bool
+    effects: Effects
     calls: Counter[str]
 
     @property
     def intact(self) -> bool:
-        return not self.side_effects and all(output.intact for output in self.outputs)
+        return not self.effects.others and all(output.intact for output in self.outputs)
 
 
 class _Nothing:
@@ -288,22 +291,26 @@ class Keeper:
         frame = self._pass.keeps
         assert frame is not None
         saved_before = frame.saved
-        inputs = _torch.tensors_in((args, kwargs))
-        devices = accelerators(inputs)
-        before, watch = RngState.capture(devices), _SideEffects(module, inputs)
+        devices = accelerators(_torch.tensors_in((args, kwargs)))
+        learnt = frame.call.learnt.submodules.setdefault(key[0], Learnt())
+        before, watch = RngState.capture(devices), Watch(key[0], module, args, kwargs, learnt)
         with torch.autograd.graph.saved_tensors_hooks(frame.pack_kept, lambda holder: holder.get()):
             result = function(*args, **kwargs)
         flat, structure = _torch.flatten(result)
         outputs = [_Output.of(leaf, torch.Tensor.detach) for leaf in flat]
         rng = RngState.capture(devices).moved_since(before)
         calls = self._pass.counted()
-        self._kept_modules[key] = _KeptModule(outputs, structure, rng, saved_before, watch.happened(), calls)
+        effects = watch.seen()
+        if any(not isinstance(leaf, torch.Tensor) and type(leaf) not in IMMUTABLE for leaf in flat):
+            effects = effects._replace(others=True)  # an object that the block may change
+        self._kept_modules[key] = _KeptModule(outputs, structure, rng, saved_before, effects, calls)
         return result
 
     def _answer_submodule(self, key: _Key, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         kept = self._kept_modules.get(key)
         if kept is not None and kept.intact and not self.differentiates:
             kept.rng.apply()
+            kept.effects.repeat()
             self._pass.skip(kept.calls)
             return _torch.unflatten([output.fresh() for output in kept.outputs], kept.structure)
         # What it saves was kept all the same, so nothing of it is counted.
@@ -317,27 +324,6 @@ class Keeper:
             " runs again; a value that is kept can't be matched. Keep the block's control flow unchanged between"
             " forward and backward, or recompute it in full"
         )
-
-
-class _SideEffects:
-    """Tells whether a submodule did more than return its output: set attributes, which the block may read, overwrote an
-    input, or drew from a generator of its own."""
-
-    def __init__(self, module: nn.Module, inputs: list[torch.Tensor]):
-        self._attributes = [(m, dict(m.__dict__)) for m in _torch.submodules(module)]
-        self._inputs = [(tensor, _torch.version(tensor)) for tensor in inputs]
-
-    def happened(self) -> bool:
-        return (
-            any(_torch.version(tensor) != version for tensor, version in self._inputs)
-            or any(_differ(before, module.__dict__) for module, before in self._attributes)
-            or any(OwnStream.among(before.values()) for _, before in self._attributes)
-        )
-
-
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts don't hold the same objects under the same names."""
-    return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
 #: A submodule in which a call is made ("" for the block), and the call's number among those of its family there.
