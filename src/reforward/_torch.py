@@ -308,6 +308,14 @@ def in_transform() -> bool:
     return in_func or torch.autograd.forward_ad._current_level >= 0
 
 
+def is_from_transform(error: RuntimeError) -> bool:
+    """Whether a transform of torch.func refused to run because there are hooks on saved tensors.
+
+    Checked on 2.13.0: only the message says so.
+    """
+    return str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)
+
+
 def needs_values(error: Exception) -> bool:
     """Whether an exception says that an operation needs a tensor's values and the tensor is fake.
 

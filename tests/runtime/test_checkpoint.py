@@ -1,4 +1,5 @@
 """`rf.checkpoint` stands in for torch's own, argument by argument."""
+# ruff: noqa: B023 - functions that a loop makes are a subject here
 
 import functools
 import warnings
@@ -246,3 +247,43 @@ def test_compiles_without_a_graph_break(policy):
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(rf.InputError, match="calls a function or module, not 3"):
         rf.checkpoint(3)
+
+
+# What a loop binds anew before the replay
+
+
+def bound_late(kind, run):
+    """Three functions made in a loop, which find the loop's variables as they were when they were called."""
+    layers, x = [Block() for _ in range(3)], torch.ones(4, 8)
+    box, rows = {}, [None]
+    for i, layer in enumerate(layers):
+        skip = torch.randn(8)
+        box["skip"], rows[0] = skip, i + 1.0
+        functions = {
+            "layer": lambda x: layer(x),
+            "index": lambda x: layers[i](x),
+            "tensor": lambda x: torch.tanh(layer(x)) * skip,
+            "dict": lambda x: torch.tanh(layer(x)) * box["skip"],
+            "list": lambda x: torch.tanh(layer(x)) * rows[0],
+        }
+        x = run(functions[kind], x)
+    x.square().sum().backward()
+    assert (i, layer, box["skip"], rows) == (2, layers[2], skip, [3.0])  # the same objects, tensors too
+    return [p.grad for block in layers for p in block.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["layer", "index", "tensor", "dict", "list"])
+def test_variables_of_a_loop_are_as_they_were(kind):
+    torch.manual_seed(0)
+    expected = bound_late(kind, directly)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, expected, bound_late(kind, rf.checkpoint)))
+
+
+def test_a_tensor_of_the_surroundings_that_is_overwritten_is_refused():
+    bias, x, block = torch.ones(8), torch.ones(4, 8), Block()
+    for _ in range(2):
+        x = rf.checkpoint(lambda x: torch.tanh(block(x) + bias), x)
+        bias += 0.5
+    with pytest.raises(rf.MutationError, match="a variable of an enclosing function stands for was changed in place"):
+        x.sum().backward()

@@ -137,6 +137,34 @@ def test_a_kept_submodule_that_only_writes_buffers_is_not_called_again():
     assert calls == [False] * (2 * 2 * (STEPS - 2))
 
 
+# Operations that are kept
+
+
+class Alpha(Late):
+    """Its dropout reads the mask that it has drawn, and then overwrites it."""
+
+    def more(self, h):
+        return F.feature_alpha_dropout(F.alpha_dropout(h, 0.3, training=True), 0.3, training=True)
+
+
+class Instance(Late):
+    """Its norm averages statistics that are written in place within one call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True, affine=True)
+
+    def more(self, h):
+        return self.norm(h)
+
+
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("save", ["random", "norm", ("random", "norm", "elementwise")], ids=str)
+@pytest.mark.parametrize("block", [Alpha, Instance])
+def test_values_that_their_own_call_reads_before_it_overwrites_them(block, save, check):
+    compare(several_steps, {"layers[0:2]": Recompute(save=save)}, lambda: Stack(block(), block()), check=check)
+
+
 # Hooks
 
 
@@ -265,3 +293,34 @@ def test_a_context_that_backward_changes_is_found_so_by_the_next(plan, in_place)
         yield loss.detach()
 
     compare(twice, plan, lambda: Stack(Block(), Block()))
+
+
+TABLE = torch.ones(8)
+
+
+def test_a_global_tensor_that_is_overwritten_is_refused():
+    class Reads(Late):
+        def more(self, h):
+            return h * TABLE
+
+    model = Stack(Reads(), Reads())
+    rf.attach(model, rf.full())
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+    loss = model(torch.ones(4, 8)).sum()
+    with torch.no_grad():
+        TABLE.mul_(2)
+    with pytest.raises(rf.MutationError, match=r"'layers\.1': the tensor that the global 'TABLE' stands for"):
+        loss.backward()
+
+
+def test_a_transform_inside_a_block_is_refused_by_name():
+    class Transforms(Late):
+        def more(self, h):
+            return h * torch.func.grad(lambda z: z.square().sum())(h)
+
+    model = Stack(Transforms())
+    rf.attach(model, rf.full())
+    model.layers[0].steps = 5
+    with pytest.raises(rf.ReplayError, match=r"'layers\.0' differentiates with torch.func .* leave this block out"):
+        model(torch.ones(4, 8))

@@ -238,6 +238,12 @@ class Call:
                 self._expect_intact(kept)
         if self._held is not None:
             self.fence.expect_in_place(self._held[1])
+        if (variable := self.fence.overwritten_outside()) is not None:
+            raise MutationError(
+                f"block {self.name!r}: the tensor that {variable} stands for was changed in place after its forward"
+                " began, so the block can't be computed again from it; write that operation out of place, or pass the"
+                " tensor as an argument"
+            )
         undo, made = self.fence.rewind()
         try:
             fresh: dict[Kept, torch.Tensor] = {}  # and given twice again: attention asks whether `query is key`

@@ -91,7 +91,8 @@ def checkpoint(
     record = _Record(in_forward, in_replay) if debug else None
     learnt = Learnt()
     learnt.seen_through = True  # it would be looked through at every call
-    learnt.variables = learnt.outside = [*variables_of_function(function), *variables_of(modules)]
+    learnt.bound = variables_of_function(function)
+    learnt.variables = learnt.outside = [*learnt.bound, *variables_of(modules)]
     learnt.generators = those_with_generators(learnt.variables)
     call = new_call(
         name,

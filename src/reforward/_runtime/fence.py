@@ -17,7 +17,14 @@ from reforward._runtime.hooks import Hooks
 from reforward._runtime.learnt import Learnt
 from reforward._runtime.module_state import ModuleState
 from reforward._runtime.parts import Ref
-from reforward._runtime.reach import Outside, those_with_generators, value_of, variables_of, variables_of_function
+from reforward._runtime.reach import (
+    Bindings,
+    Outside,
+    those_with_generators,
+    value_of,
+    variables_of,
+    variables_of_function,
+)
 from reforward._runtime.streams import OwnStream, RngState
 
 NO_CONTEXT = nullcontext()
@@ -33,7 +40,7 @@ class Fence:
         learnt: of earlier calls: which variables outside of modules and arguments count.
     """
 
-    __slots__ = ("_ambient", "_hooks", "_learnt", "_outside", "_rng", "_state", "_streams")
+    __slots__ = ("_ambient", "_bindings", "_hooks", "_learnt", "_outside", "_rng", "_state", "_streams")
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class Fence:
         self._learnt = learnt
         self._hooks = hooks
         self._outside = self._look_outside(learnt)
+        self._bindings = Bindings(learnt.bound) if learnt.bound else None
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(devices)
         self._streams = OwnStream.among(map(value_of, learnt.generators))
@@ -54,11 +62,12 @@ class Fence:
         if learnt.variables is None:
             learnt.variables = variables_of(self._state.modules)
             learnt.generators = those_with_generators(learnt.variables)
+            learnt.bound = [v for v in learnt.variables if isinstance(value_of(v), torch.Tensor)]
             self._look_into_hooks(learnt)
             return Outside(learnt.variables)
         if self._look_into_hooks(learnt):
             return Outside(learnt.variables)
-        return Outside(learnt.outside) if learnt.outside else None
+        return Outside(learnt.outside, learnt.bound) if learnt.outside else None
 
     def _look_into_hooks(self, learnt: Learnt) -> bool:
         """Whether there are hooks that earlier calls didn't have; their variables count as well from now on."""
@@ -83,6 +92,10 @@ class Fence:
             MutationError: there is one.
         """
         self._state.expect_in_place(storages)
+
+    def overwritten_outside(self) -> str | None:
+        """The name of a variable whose tensor was written in place since; None if there is none."""
+        return self._bindings.overwritten() if self._bindings is not None else None
 
     def snapshot_outside(self) -> Outside:
         """What the code of the modules refers to beside modules and arguments."""
@@ -120,6 +133,8 @@ class Fence:
                 undoing.pop()()
 
         try:
+            if self._bindings is not None:
+                undoing.append(self._bindings.rewind())
             if self._outside is not None:
                 undoing.append(self._outside.rewind())
             undoing.append(self._hooks.rewind())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from reforward import _torch
-from reforward._errors import ReplayMismatchError
+from reforward._errors import ReplayError, ReplayMismatchError
 from reforward._runtime.call import Call
 from reforward._runtime.current import current
 from reforward._runtime.fingerprint import Print, fingerprint, is_compared
@@ -76,6 +76,13 @@ class _Frame:
                     return self.call.function(*args, **kwargs)
                 with self.selection(self.keeper):
                     return self.call.function(*args, **kwargs)
+        except RuntimeError as error:
+            if _torch.is_from_transform(error):
+                raise ReplayError(
+                    f"block {self.call.name!r} differentiates with torch.func in its forward, which doesn't allow what"
+                    " stands in for saved tensors; use torch.autograd.grad there, or leave this block out of the plan"
+                ) from error
+            raise
         finally:
             current.frame = outer
 

@@ -21,12 +21,14 @@ class Learnt:
         variables: what its code refers to; None: not looked yet. Then, of these:
         generators: those that hold generators.
         outside: those that a forward changed.
+        bound: those that mustn't be another's in the replay: a bare function's, and those that hold tensors.
         hooks: whose variables are among them.
         submodules: the same of submodules that are kept whole, by path.
     """
 
     __slots__ = (
         "adds_gradients",
+        "bound",
         "generators",
         "hooks",
         "outside",
@@ -49,5 +51,6 @@ class Learnt:
         self.variables: list[Variable] | None = None
         self.generators: list[Variable] = []
         self.outside: list[Variable] = []
+        self.bound: list[Variable] = []
         self.hooks: list[Any] = []
         self.submodules: dict[str, Learnt] = {}

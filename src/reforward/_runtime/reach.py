@@ -11,12 +11,14 @@ import functools
 import inspect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from reforward import _torch
 from reforward._runtime.parts import Parts, Ref
 from reforward._runtime.streams import OwnStream
 
@@ -58,18 +60,27 @@ def those_with_generators(variables: Iterable[Variable]) -> list[Variable]:
 
 
 class Outside:
-    """Numbers and containers of some variables, before a forward."""
+    """Numbers and containers of some variables, before a forward.
 
-    def __init__(self, variables: Iterable[Variable]):
+    Args:
+        variables: the variables.
+        bound: those of them that count also if the forward doesn't change them.
+    """
+
+    def __init__(self, variables: Iterable[Variable], bound: Sequence[Variable] = ()):
         self._parts = Parts()
+        self._bound = set(map(_identity, bound))
         found = [(variable, value) for variable in variables if type(value := value_of(variable)) in _STATE]
         self._refs: list[tuple[Variable, Ref]] = [(variable, self._parts.take(value)) for variable, value in found]
         self._parts.close()
 
     def keep_changed(self) -> list[Variable]:
-        """To be called when the forward has ended: from now on only what it changed counts, which is returned."""
-        self._refs = [(p, ref) for p, ref in self._refs if not self._parts.matches(ref, value_of(p), {})]
-        return [variable for variable, _ in self._refs]
+        """To be called when the forward has ended: from now on only what it changed counts, which is returned, and what
+        is bound."""
+        changed = [v for v, ref in self._refs if not self._parts.matches(ref, value_of(v), {})]
+        wanted = self._bound.union(map(_identity, changed))
+        self._refs = [(v, ref) for v, ref in self._refs if _identity(v) in wanted]
+        return changed
 
     def changed(self) -> list[str]:
         """The names of those that aren't as they were."""
@@ -77,16 +88,46 @@ class Outside:
 
     def rewind(self) -> Callable[[], None]:
         """Puts values of these variables as they were; the function that is returned puts back those of now."""
-        now = [(variable, value_of(variable)) for variable, _ in self._refs]
+        now = [(v, value, ref) for v, ref in self._refs if not self._parts.matches(ref, value := value_of(v), {})]
         made: dict[Ref, Any] = {}
-        for variable, ref in self._refs:
+        for variable, _, ref in now:
             _put(variable, self._parts.rebuild(ref, self._parts.leaf, made))
 
         def undo() -> None:
-            for variable, value in now:
+            for variable, value, _ in now:
                 _put(variable, value)
 
         return undo
+
+
+class Bindings:
+    """What some variables stand for when a function is called: a loop may bind them to something else before the
+    function is called again."""
+
+    def __init__(self, variables: Iterable[Variable]):
+        self._values = [(variable, value_of(variable)) for variable in variables]
+        self._versions = [(v, t, _torch.version(t)) for v, t in self._values if isinstance(t, torch.Tensor)]
+
+    def overwritten(self) -> str | None:
+        """The name of a variable whose tensor was written in place since; None if there is none."""
+        return next((_name(v) for v, tensor, version in self._versions if _torch.version(tensor) != version), None)
+
+    def rewind(self) -> Callable[[], None]:
+        """Binds the variables as they were; the function that is returned binds them as they are now."""
+        moved = [(v, value, now) for v, value in self._values if (now := value_of(v)) is not value]
+        for variable, value, _ in moved:
+            _put(variable, value)
+
+        def undo() -> None:
+            for variable, _, now in moved:
+                _put(variable, now)
+
+        return undo
+
+
+def _identity(variable: Variable) -> Any:
+    """Equal for one and the same variable; two dicts of globals mustn't be compared."""
+    return (id(variable[0]), variable[1]) if isinstance(variable, tuple) else id(variable)
 
 
 def _put(variable: Variable, value: Any) -> None:
@@ -106,7 +147,7 @@ def _variables(functions: Iterable[Any]) -> list[Variable]:
         seen.add(id(plain.__code__))
         names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
         variables: list[Variable] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
-        found.update(((id(p[0]), p[1]) if isinstance(p, tuple) else id(p), p) for p in variables)
+        found.update((_identity(variable), variable) for variable in variables)
         queue += [
             value for variable in variables if callable(value := value_of(variable)) and not isinstance(value, type)
         ]

@@ -92,6 +92,9 @@ class _KeptOp:
     rng: RngState | None
     saved_before: int
 
+    def storages(self) -> set[int]:
+        return {_torch.storage_key(o.value) for o in self.outputs if isinstance(o.value, torch.Tensor)}
+
 
 @dataclass
 class KeptCall:
@@ -124,6 +127,10 @@ class KeptCall:
         storages = self._storages()
         self.returned = [output for output in self.returned if _torch.storage_key(output.value) in storages]
         return bool(self.ops)
+
+    def drop(self, storages: set[int]) -> None:
+        """Keeps no operation whose results lie in these storages."""
+        self.ops = {key: op for key, op in self.ops.items() if op.storages().isdisjoint(storages)}
 
     @property
     def intact(self) -> bool:
@@ -444,6 +451,17 @@ def _updates_statistics(func: Any, args: Any) -> bool:
     )
 
 
+def _written(func: Any, args: Any) -> set[int]:
+    """The storages that an operation writes."""
+    if is_in_place(func):
+        written = args[:1]
+    elif _updates_statistics(func, args):
+        written = args[3:5]
+    else:
+        written = args if _torch.writes(func) else ()
+    return {_torch.storage_key(tensor) for tensor in _torch.tensors_in(written)}
+
+
 class _Ordinals:
     """Names the operations of a call by overload and how often it ran before, so that an operation which only one of
     the two passes makes (a device query under a fake mode, a copy that one layout needs) doesn't shift the others."""
@@ -473,6 +491,7 @@ class KeepOps(_torch.TorchDispatchMode):
         self._family = family
         self._ordinals = _Ordinals()
         self._made: set[int] = set()  # storages that the call itself reserved
+        self._read: set[int] = set()  # storages that an operation which doesn't write them was given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -486,7 +505,14 @@ class KeepOps(_torch.TorchDispatchMode):
             self._kept.ops[key] = _KeptOp(outputs, is_in_place(func), rng, saved_before)
         inputs = {_torch.storage_key(t) for t in _torch.tensors_in(args)}
         self._made.update(key for t in tensors if (key := _torch.storage_key(t)) not in inputs)
+        self._drop_overwritten(_written(func, args), inputs)
         return result
+
+    def _drop_overwritten(self, written: set[int], inputs: set[int]) -> None:
+        """A kept value is the last that its memory held, so nothing of the call may have read another."""
+        if not written.isdisjoint(self._read):
+            self._kept.drop(written)
+        self._read |= inputs - written
 
     def _is_all_it_does(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> bool:
         """Whether an operation is done by handing back its results: it writes nothing else that may be read later."""
