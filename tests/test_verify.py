@@ -94,6 +94,28 @@ def test_each_batch_is_compared() -> None:
     assert proof.gradients == 2 * sum(p.requires_grad for p in model.parameters())
 
 
+class Scaled(nn.Module):
+    """As in ConvNeXt; the order in which the gradient of `scale` is summed goes by the strides of what it is given."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inlet, self.linear = nn.Conv2d(width, width, 3, padding=1), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scale * F.gelu(self.linear(self.inlet(x).permute(0, 2, 3, 1)))
+        return x + h.permute(0, 3, 1, 2)
+
+
+def test_gradients_pass_between_the_blocks_of_a_run_as_they_come() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Scaled(12) for _ in range(3))), torch.randn(2, 12, 8, 8)
+    batch = batch.to(memory_format=torch.channels_last)  # the loss's gradient is not
+    step = rf.Step(lambda: model(batch).square().mean())
+    assert rf.verify(model, step, rf.segments(1)).differences == ()
+    assert by_region(model, step, rf.segments(1)).differences == ()
+
+
 # It finds faults
 # ---------------------------------------------------------------------------------------------------------
 

@@ -300,9 +300,10 @@ def _plain(parts: Sequence[_Part]) -> Digests:
         args, kwargs = part.inputs.fresh(linked)
         tensors = [t for t in _torch.tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
         sources.append([t for t in tensors if all(t is not leaf for leaf in linked)])
+        received = _received(linked)
         output = part.run(args, kwargs)
         torch.autograd.backward(*(_cotangents(output) if cotangents is None else _matched(output, cotangents)))
-        cotangents = {i: t.grad for i, t in enumerate(linked) if isinstance(t, torch.Tensor) and t.grad is not None}
+        cotangents = received
     return found | _gradients(parts, list(reversed(sources)))
 
 
@@ -310,6 +311,22 @@ def _as_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     return leaf
+
+
+def _received(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """By index, the gradients that a backward to come sends to these leaves, as they come.
+
+    What it leaves in `grad` has the leaf's strides instead, and the order of a sum goes by strides.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def receive(index: int, leaf: torch.Tensor) -> None:
+        leaf.register_hook(lambda gradient: found.__setitem__(index, gradient))
+
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            receive(index, leaf)
+    return found
 
 
 def _cotangents(output: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

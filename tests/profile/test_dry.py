@@ -46,6 +46,12 @@ def test_workspaces_are_what_a_dry_run_alone_cannot_see() -> None:
     assert dry_of("resnet", "none").peak_bytes == pytest.approx(measured, rel=0.001)
 
 
+def test_a_replay_holds_no_memory_that_a_dry_run_does_not_see() -> None:
+    """Its peak is the step's here, and what it keeps to put random streams back is as large as that of a state."""
+    predicted, measured = dry_of("t5", "full"), case("t5").measured(rf.full())
+    assert measured.peak_bytes - predicted.peak_bytes < torch.get_rng_state().nbytes // 10
+
+
 def small_gpt(**sizes: Any) -> models.Case:
     return models.gpt(**{"layers": 3, "width": 32, "batch": 2, "time": 48, **sizes})
 

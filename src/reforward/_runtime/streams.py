@@ -87,13 +87,14 @@ def _apply(devices: tuple[tuple[torch.device, bytes], ...] | None, python: Any, 
 
 class Bookmark:
     """Where the global streams are, to come back to once. It is made at every replay, so it copies less than an
-    `RngState`, which is compared and kept."""
+    `RngState`, which is compared and kept. The state isn't held as a tensor: that would be memory of the step, at its
+    peak, which no dry run sees."""
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
     def __init__(self, devices: tuple[torch.device, ...]):
         torch_too = not _torch.in_fake_mode()
-        self._cpu = torch.default_generator.get_state() if torch_too else None
+        self._cpu = _to_bytes(torch.default_generator.get_state()) if torch_too else None
         self._devices = _device_states(devices) if torch_too else ()
         self._python = _python_state()
         self._numpy = _NumpyState.capture()
@@ -101,7 +102,7 @@ class Bookmark:
     def go_back(self) -> None:
         """Sets the streams to where they were."""
         if self._cpu is not None:
-            torch.default_generator.set_state(self._cpu)
+            torch.default_generator.set_state(_from_bytes(self._cpu))
         _apply(self._devices, self._python, self._numpy)
 
 
