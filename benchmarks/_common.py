@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from torch.utils.flop_counter import flop_registry
 
 import reforward as rf
 from reforward._measure.trace import record
-from reforward._profile import Profiled, dry_run, profile_step
+from reforward._profile import DryRun, Profiled, dry_run, profile_step
+from reforward._profile_type import Event, Profile
 from reforward._solve import Planner
+from reforward._solve.bound import cost_bound
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import models  # pyright: ignore[reportMissingImports]
@@ -65,7 +68,7 @@ def interleaved(runs: Mapping[str, Run], rounds: int) -> dict[str, Seconds]:
 def allocated_peak(run: Run) -> int:
     """The most that a run allocates on top of what was there before it, as the allocator reports it to the profiler."""
     trace = record(run, device=torch.device("cpu"))
-    return max(accumulate((event.bytes for event in trace.memory), initial=0))
+    return max(itertools.accumulate((event.bytes for event in trace.memory), initial=0))
 
 
 class FlopCounter(TorchDispatchMode):
@@ -188,7 +191,7 @@ class Held:
     Attributes:
         plan: the plan.
         predicted_peak_bytes: of the whole step, by a dry run.
-        predicted_ratio: its time, relative to the plain step's.
+        predicted_ratio: its time, relative to the plain step's; NaN where plans go by counted operations alone.
         solver_seconds: what the last search took.
     """
 
@@ -198,26 +201,87 @@ class Held:
     solver_seconds: float
 
 
-class Workbench:
-    """Plans for one model and step, from one profile, as `rf.fit` makes them but without running the step."""
+def without_seconds(profile: Profile) -> Profile:
+    """The profile with no durations: plans then go by counted operations alone, and are the same each time."""
+    calls = tuple(
+        replace(
+            call,
+            options=tuple(
+                replace(option, forward_seconds=0.0, backward_seconds=0.0, replay_seconds=0.0)
+                for option in call.options
+            ),
+        )
+        for call in profile.calls
+    )
+    return replace(profile, calls=calls, events=tuple(replace(event, seconds=0.0) for event in profile.events))
 
-    def __init__(self, model: nn.Module, step: rf.Step):
+
+def stretched(profile: Profile, depth: int) -> Profile:
+    """The profile of one chain of blocks, `layers.0` and so on, as if it had so many: those between the ends repeat.
+
+    Only what a step adds to its static memory is stretched.
+    """
+    count, events = len(profile.calls), profile.events
+    forward = [index for index, event in enumerate(events) if event.kind == "forward"]
+    backward = [index for index, event in enumerate(events) if event.kind == "backward"]
+    in_order = [events[i].call for i in forward] == [*range(count)] == [events[i].call for i in reversed(backward)]
+    if count < 3 or depth < 3 or not in_order or len({call.chain for call in profile.calls}) > 1:
+        raise ValueError("only a chain of three blocks or more, each called once, can be stretched")
+    cuts = [0, *forward, forward[-1] + 1, *backward, backward[-1] + 1, len(events)]
+    before, *pieces, after = [events[start:stop] for start, stop in itertools.pairwise(cuts)]
+    ahead, between, back = pieces[:count], pieces[count], pieces[:count:-1]
+    sources = [0, *[1] * (depth - 2), count - 1]
+
+    def moved(piece: Sequence[Event], call: int) -> tuple[Event, ...]:
+        return tuple(event if event.kind == "gap" else replace(event, call=call) for event in piece)
+
+    made = [
+        before,
+        *(moved(ahead[source], call) for call, source in enumerate(sources)),
+        between,
+        *(moved(back[source], call) for call, source in reversed(list(enumerate(sources)))),
+        after,
+    ]
+    paths = tuple(f"layers.{index}" for index in range(depth))
+    calls = tuple(replace(profile.calls[source], path=path) for path, source in zip(paths, sources, strict=True))
+    return replace(profile, calls=calls, events=tuple(itertools.chain(*made)), blocks=paths)
+
+
+class Workbench:
+    """Plans for one model and step, from one profile, as `rf.fit` makes them but without running the step.
+
+    Args:
+        counted: plan by counted operations alone.
+    """
+
+    def __init__(self, model: nn.Module, step: rf.Step, *, counted: bool = False):
         self.model, self.step = model, step
         model.zero_grad(set_to_none=True)
         self.profiled: Profiled = profile_step(model, step)
-        self.planner = Planner(self.profiled.profile)
+        self.planner = Planner(without_seconds(self.profiled.profile) if counted else self.profiled.profile)
 
     @property
     def static_bytes(self) -> int:
         """Live before the step."""
         return self.profiled.profile.static_bytes
 
-    def dry_peak(self, plan: Any) -> int:
-        """The step's peak under a plan or technique, by a dry run."""
+    def dry(self, plan: Any) -> DryRun:
+        """The step under a plan or technique, by a dry run."""
         self.model.zero_grad(set_to_none=True)
         with rf.attached(self.model, plan):
             knowledge = self.profiled.costs.knowledge
-            return dry_run(self.model, self.step, self.profiled.blocks, knowledge=knowledge).peak_bytes
+            return dry_run(self.model, self.step, self.profiled.blocks, knowledge=knowledge)
+
+    def dry_peak(self, plan: Any) -> int:
+        """The step's peak under a plan or technique, by a dry run."""
+        return self.dry(plan).peak_bytes
+
+    def bound_flops(self, budget_bytes: int) -> float | None:
+        """What any plan within a budget must recompute, if plans go by counted operations alone; None if none fits."""
+        pools = self.planner.pools
+        assert pools.weights.second == 0.0, "the bound of a profile with seconds isn't one of operations"
+        cost = cost_bound(pools, budget_bytes)
+        return None if cost is None else cost / pools.weights.flop
 
     def held(self, budget_bytes: int) -> Held:
         """The planner's plan whose dry run stays within a budget on the whole step's peak.
@@ -230,7 +294,8 @@ class Workbench:
             solution = self.planner.find(target)
             peak = self.dry_peak(solution.plan)
             if peak <= budget_bytes:
-                ratio = solution.timeline.seconds / solution.plain.seconds
+                plain_seconds = solution.plain.seconds
+                ratio = solution.timeline.seconds / plain_seconds if plain_seconds else math.nan
                 return Held(
                     plan=solution.plan,
                     predicted_peak_bytes=peak,
@@ -241,10 +306,11 @@ class Workbench:
         raise rf.BudgetError(f"no plan stayed within {budget_bytes} bytes", budget_bytes=budget_bytes)
 
 
-def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+def arguments(description: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; `rounds` is for those that time steps."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"steps timed of each contender ({rounds})")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"steps timed of each contender ({rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
 
@@ -257,6 +323,17 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*row)
     Console(width=120).print(table)
+
+
+def flops_of(run: DryRun) -> int:
+    """Floating-point operations of a dry step."""
+    return sum(segment.flops for segment in run.segments)
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as the documentation has them."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def write_json(path: Path | None, rows: Sequence[Any]) -> None:

@@ -27,11 +27,15 @@ class Case(NamedTuple):
     loss: Callable[[], Tensor]
 
 
-def build(name: str, seed: int = 0) -> Case:
-    """The case of that name, equal for equal seeds; the global random state is left as it was."""
+def build(name: str, seed: int = 0, **sizes: Any) -> Case:
+    """The case of that name, equal for equal seeds; the global random state is left as it was.
+
+    Args:
+        sizes: where it isn't to be as small as can be; those of its builder.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, loss = BUILDERS[name]()
+        model, loss = BUILDERS[name](**sizes)
     return Case(model.train(), loss)
 
 
@@ -252,59 +256,59 @@ def _vision(model: Any, size: int, batch: int = 2) -> Case:
     return Case(model, lambda: model(pixel_values=pictures, labels=labels).loss)
 
 
-def gpt2() -> Case:
+def gpt2(*, layers: int = 3) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
     )
     return _language(GPT2LMHeadModel(config))
 
 
-def llama() -> Case:
+def llama(*, layers: int = 3) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, attention_dropout=0.1,
     )  # fmt: skip
     return _language(LlamaForCausalLM(config))
 
 
-def qwen2_moe() -> Case:
+def qwen2_moe(*, layers: int = 3) -> Case:
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     config = Qwen2MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, moe_intermediate_size=32, num_experts=4,
         num_experts_per_tok=2, shared_expert_intermediate_size=32, attention_dropout=0.1,
     )  # fmt: skip
     return _language(Qwen2MoeForCausalLM(config))
 
 
-def mamba() -> Case:
+def mamba(*, layers: int = 3) -> Case:
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=3, time_step_rank=4)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=layers, time_step_rank=4)
     return _language(MambaForCausalLM(config), time=16)
 
 
-def t5() -> Case:
+def t5(*, layers: int = 2) -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4, decoder_start_token_id=0
     )
     model = T5ForConditionalGeneration(config)
     source, target = torch.randint(3, VOCABULARY, (2, 48)), torch.randint(3, VOCABULARY, (2, 32))
     return Case(model, lambda: model(input_ids=source, labels=target, use_cache=False).loss)
 
 
-def bert() -> Case:
+def bert(*, layers: int = 3) -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=64,
     )  # fmt: skip
     model = BertForMaskedLM(config)
@@ -312,47 +316,47 @@ def bert() -> Case:
     return Case(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
-def vit() -> Case:
+def vit(*, layers: int = 3) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=4,
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=4,
         hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
     )  # fmt: skip
     return _vision(ViTForImageClassification(config), 32)
 
 
-def swin() -> Case:
+def swin(*, depths: tuple[int, int] = (2, 2)) -> Case:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
-        image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        image_size=32, patch_size=2, embed_dim=16, depths=[*depths], num_heads=[2, 4], window_size=4,
         hidden_dropout_prob=0.1, drop_path_rate=0.1,
     )  # fmt: skip
     return _vision(SwinForImageClassification(config), 32)
 
 
-def resnet50() -> Case:
+def resnet50(*, batch: int = 2, size: int = 64) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
         embedding_size=16, hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
     )
-    return _vision(ResNetForImageClassification(config), 64)
+    return _vision(ResNetForImageClassification(config), size, batch)
 
 
-def convnext() -> Case:
+def convnext(*, batch: int = 2) -> Case:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(hidden_sizes=[12, 24, 48, 96], depths=[3, 3, 9, 3], drop_path_rate=0.1, num_labels=10)
-    return _vision(ConvNextForImageClassification(config), 64)
+    return _vision(ConvNextForImageClassification(config), 64, batch)
 
 
-def whisper() -> Case:
+def whisper(*, layers: int = 3) -> Case:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=3, decoder_layers=3,
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=layers, decoder_layers=layers,
         encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128,
         max_source_positions=64, max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,
@@ -363,14 +367,14 @@ def whisper() -> Case:
     return Case(model, lambda: model(input_features=sound, labels=text, use_cache=False).loss)
 
 
-OWN: dict[str, Callable[[], Case]] = {
+OWN: dict[str, Callable[..., Case]] = {
     "gpt": gpt,
-    "gpt_sdpa": lambda: gpt(sdpa=True),
+    "gpt_sdpa": lambda **sizes: gpt(sdpa=True, **sizes),
     "resnet": resnet,
     "lstm": lstm,
     "unet": unet,
 }
-ARCHITECTURES: dict[str, Callable[[], Case]] = {
+ARCHITECTURES: dict[str, Callable[..., Case]] = {
     "gpt2": gpt2,
     "llama": llama,
     "qwen2_moe": qwen2_moe,
