@@ -7,9 +7,9 @@ the chain of Griewank and Walther (2000). "Transformer": width 32, 2 heads, 32 t
 are frozen, so that gradients, which grow with depth whatever is held, are left out. Peaks and operations are those of
 dry runs on the thin stack, and on the transformer those of the planner's simulator, whose profile of a few blocks is
 stretched; it is compared with dry runs. Nothing is timed. Exponents are fitted to the peak above static memory, log
-against log, over all depths; beside them is the theory: 1 for no checkpoints and for one per block, 1/2 for √n runs (Chen et al., 2016,
-*Training Deep Nets with Sublinear Memory Cost*), log n for runs halved again and again (the same paper; Griewank and
-Walther, 2000, *Algorithm 799: revolve*).
+against log, over all depths and between the two deepest; beside them is the theory: 1 for no checkpoints and for one
+per block, 1/2 for √n runs (Chen et al., 2016, *Training Deep Nets with Sublinear Memory Cost*), log n for runs halved
+again and again (the same paper; Griewank and Walther, 2000, *Algorithm 799: revolve*).
 
 The planner gets the plain peak of the transformer with `BUDGET_DEPTH` blocks: what it recomputes at each depth, which
 depth still fits, and which sequence length.
@@ -295,7 +295,7 @@ def _bytes_table(rows: Sequence[Row]) -> list[list[str]]:
     for stack in STACKS:
         for contender, (growth, _) in THEORY.items():
             mine = _of(rows, stack, contender)
-            fitted = f"{exponent(mine):.2f}"
+            fitted = f"{exponent(mine):.2f}, {exponent(mine[-2:]):.2f}"
             if contender == "nested":
                 fitted += f"; {format_bytes(round(per_doubling(mine)))} per doubling"
             table.append([stack, contender, *[format_bytes(row.held_bytes) for row in mine], fitted, growth])

@@ -81,28 +81,29 @@ def sequential(segments: int) -> Callable[[Sequence[nn.Module], Tensor], Tensor]
     return lambda blocks, x: checkpoint_sequential(list(blocks), segments, x, use_reentrant=False)
 
 
-def selective_of_torch() -> Callable[[Sequence[nn.Module], Tensor], Tensor]:
-    """torch's selective checkpointing of every block: what matrix products and attention compute is saved."""
-    aten = torch.ops.aten
-    saved = {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
+_aten = torch.ops.aten
+_SAVED = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
 
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def through(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-        return x
 
-    return through
+#: For torch's selective checkpointing: what matrix products and attention compute is saved.
+selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def selective_of_torch(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """torch's selective checkpointing of every block."""
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
+    return x
 
 
 def torch_runs(bench: Bench) -> dict[str, Run]:
@@ -113,7 +114,7 @@ def torch_runs(bench: Bench) -> dict[str, Run]:
         "torch every 2nd": some_blocks(lambda index: index % 2 == 0),
         "torch 3 of 4": some_blocks(lambda index: index % 4 != 3),
         **{f"torch sequential {count}": sequential(count) for count in range(2, 7)},
-        "torch selective": selective_of_torch(),
+        "torch selective": selective_of_torch,
     }
     return {name: bench.by_hand(way) for name, way in ways.items()}
 
