@@ -9,6 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -203,6 +204,20 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+@cache
+def is_plain_class(cls: type) -> bool:
+    """Whether tensors of a class know all operations: the class has no implementations of its own, or they are those of
+    fake tensors and of DTensor.
+
+    Checked on 2.13.0: a class without `__torch_dispatch__` inherits the very object of `torch.Tensor`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+    return issubclass(cls, FakeTensor) or f"{cls.__module__}.{cls.__name__}" == "torch.distributed.tensor.DTensor"
 
 
 def outside_fake_mode() -> Any:
@@ -459,9 +474,11 @@ def node_position(node: Any) -> int:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter of another, and none of its memory."""
+    """A tensor that shares the version counter of another, and none of its memory, unless it can't be emptied (a nested
+    tensor, a wrapper subclass)."""
     alias = tensor.detach()
-    alias.data = alias.new_empty(0)
+    if is_plain_class(type(tensor)) and not tensor.is_nested:
+        alias.data = alias.new_empty(0)
     return alias
 
 

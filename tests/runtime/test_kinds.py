@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -357,3 +358,113 @@ def test_flash_like_masks_and_shapes_that_change_from_step_to_step():
 
     for plan in PLANS.values():
         same.assert_same(build, plan, steps=4)
+
+
+# Tensors of other kinds
+
+
+class Scaled(torch.Tensor):
+    """A weight in eight bits, as libraries for quantisation write them: it has a product, and no other operation."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values, scale):
+        self.values_, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values_, args[0].scale)
+        if func is torch.ops.aten.mul.Tensor:
+            return func(*[a.values_ * a.scale if isinstance(a, Scaled) else a for a in args])
+        raise NotImplementedError(func)
+
+
+def quantised(tensor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8)
+
+
+def nested(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
+
+
+def masked():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.masked.masked_tensor(torch.randn(4), torch.tensor([True, False, True, True]))
+
+
+HELD = {
+    "quantised": (
+        lambda: quantised(torch.randn(4)),
+        lambda tensor: tensor.dequantize().mean(),
+    ),
+    "float8": (lambda: torch.randn(5).to(torch.float8_e4m3fn), lambda tensor: tensor.float().mean()),
+    "nested": (lambda: nested(torch.strided), lambda tensor: tensor.to_padded_tensor(0.0).mean()),
+    "jagged": (lambda: nested(torch.jagged), lambda tensor: tensor.values().mean()),
+    "meta": (lambda: torch.empty(3, device="meta"), lambda tensor: tensor.shape[0]),
+    "masked": (masked, lambda tensor: tensor.get_data().abs().mean()),
+    "wrapper": (
+        lambda: Scaled(torch.randint(-9, 9, (8, 8), dtype=torch.int8), torch.tensor(0.05)),
+        lambda tensor: (tensor * 1.0).mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_blocks_that_hold_tensors_of_other_kinds(kind):
+    make, use = HELD[kind]
+
+    class Holds(Block):
+        def __init__(self):
+            super().__init__()
+            self.other, self.more = make(), [make()]
+            self.register_buffer("third", make(), persistent=False)
+
+        def forward(self, x):
+            return torch.tanh(super().forward(x * (use(self.other) + use(self.more[0]) + use(self.third))))
+
+    class Model(Stack):
+        def named_buffers(self, *args, **options):
+            return iter(())  # they can't be compared
+
+    def build():
+        model = Model(Holds(), Holds())
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    same.assert_same(build, rf.full())
+
+
+def test_a_quantised_buffer_that_a_block_writes_is_refused_by_name():
+    class Writes(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", quantised(torch.randn(4)))
+
+        def forward(self, x):
+            self.table.copy_(torch.ones(4))
+            return torch.tanh(super().forward(x))
+
+    model = Stack(Writes())
+    rf.attach(model, {"layers.0": rf.Recompute()})
+    with pytest.raises(rf.ReplayError, match=r"'layers.0' wrote 'table'.*quint8"):
+        model(torch.ones(4, 8))
+
+
+def test_a_jagged_tensor_inside_a_block_is_refused_by_name():
+    class Jagged(Block):
+        def forward(self, x):
+            parts = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+            return super().forward(torch.sin(torch.tanh(parts)).values())
+
+    model = Stack(Jagged())
+    rf.attach(model, {"layers.0": rf.Recompute()})
+    with pytest.raises(rf.ReplayMismatchError, match=r"'layers.0'"):
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()

@@ -30,13 +30,27 @@ def is_compared(tensor: torch.Tensor, check: Check) -> bool:
     """Whether the values of a tensor are compared."""
     if check != "values" and (check != "discrete" or tensor.is_floating_point() or tensor.is_complex()):
         return False
-    if type(tensor) not in _DENSE or tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+    if type(tensor) not in _DENSE or not is_dense(tensor) or tensor.numel() == 0:
         return False
     # Bytes in a row are the workspace of a kernel (LSTM), which it doesn't fill to the last one.
     return tensor.dtype is not torch.uint8 or tensor.dim() != 1
 
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
+_QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an array of values in memory that every operation knows: it can be copied and compared. The
+    bits of a quantised one can't be taken for integers (a crash); a wrapper has only the operations that its author
+    wrote."""
+    return (
+        (type(tensor) in _DENSE or _torch.is_plain_class(type(tensor)))
+        and tensor.layout is torch.strided
+        and tensor.dtype not in _QUANTISED
+        and not tensor.is_nested
+        and not tensor.is_meta
+    )
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import nn
 
 from reforward import _torch
 from reforward._errors import MutationError, ReplayError
-from reforward._runtime.fingerprint import fingerprint
+from reforward._runtime.fingerprint import fingerprint, is_dense
 from reforward._runtime.learnt import Learnt
 from reforward._runtime.parts import IMMUTABLE, Parts, Ref
 from reforward._runtime.streams import OwnStream
@@ -42,7 +42,7 @@ class _HeldTensor:
     Attributes:
         key: names it among the tensors of the block.
         home: the dict in which the module keeps it; None if it lies deeper.
-        copy: its value before; None if it isn't copied.
+        copy: its value before; None if it isn't copied, and the tensor's version alone tells whether it was written.
         expected: whether it will be written, as far as is known; a dry run, which has no values, goes by that.
     """
 
@@ -57,7 +57,7 @@ class _HeldTensor:
         self.name = key[1]
         self.tensor = tensor
         self.version = _torch.version(tensor)
-        copied = tensor.layout is torch.strided and (not known or tensor.nbytes <= _SMALL_BUFFER_BYTES)
+        copied = is_dense(tensor) and (not known or tensor.nbytes <= _SMALL_BUFFER_BYTES)
         self.copy = tensor.detach().clone() if copied else None
 
     def written(self) -> bool:
@@ -232,6 +232,12 @@ class ModuleState:
                 raise ReplayError(
                     f"block {self._name!r} wrote the buffer {held.name!r} of a scripted submodule, which can't be"
                     " brought back for the replay; use that submodule unscripted, or leave this block out of the plan"
+                )
+            if held.copy is None and not is_dense(held.tensor):
+                raise ReplayError(
+                    f"block {self._name!r} wrote {held.name!r}, a tensor of a kind that isn't copied"
+                    f" ({type(held.tensor).__name__}, {held.tensor.dtype}, {held.tensor.layout}), so its value can't be"
+                    " brought back for the replay; write it outside of the block, or leave this block out of the plan"
                 )
             if held.copy is None:
                 raise ReplayError(
