@@ -140,6 +140,82 @@ def test_generators_held_by_modules_or_given_as_arguments(of_argument):
         assert same.differences(expected, found) == []
 
 
+def test_what_has_no_state_is_no_generator():
+    class Names(Block):
+        def __init__(self):
+            super().__init__()
+            self.entropy = random.SystemRandom()
+
+        def forward(self, x):
+            assert 0 <= SYSTEM.random() <= 1
+            return torch.tanh(super().forward(x))
+
+    check(Names)
+
+
+SYSTEM = random.SystemRandom()
+
+
+class SeldomDraws(Draws):
+    """Draws in its second step only, when nothing is compared any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.calls = self.make(), 0
+
+    def draw(self, x):
+        self.calls += 1
+        return 1.0 if self.calls < 3 else self.seldom(x)
+
+    def make(self):
+        raise NotImplementedError
+
+    def seldom(self, x):
+        raise NotImplementedError
+
+
+class SeldomSpawns(SeldomDraws):
+    def make(self):
+        return numpy.random.default_rng(3)
+
+    def seldom(self, x):
+        return self.own.spawn(1)[0].random() + self.own.random()
+
+
+class SeldomRaw(SeldomDraws):
+    def make(self):
+        return numpy.random.PCG64(3)
+
+    def seldom(self, x):
+        return float(self.own.random_raw() % 100)
+
+
+class SeldomSobol(SeldomDraws):
+    def make(self):
+        return torch.quasirandom.SobolEngine(8, scramble=True, seed=3)
+
+    def seldom(self, x):
+        return self.own.draw(len(x))
+
+
+@pytest.mark.parametrize("block", [SeldomSpawns, SeldomRaw, SeldomSobol])
+def test_generators_of_other_libraries_and_what_they_spawn(block):
+    def build():
+        model = Stack(block(), block())
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    def next_draws(model):
+        return [torch.as_tensor(layer.seldom(torch.ones(4, 8))) for layer in model.layers]
+
+    model, loss = same.built(build)
+    expected = same.record(model, loss, steps=3, after=lambda: next_draws(model))
+    model, loss = same.built(build)
+    rf.attach(model, FULL)
+    found = same.record(model, loss, steps=3, after=lambda: next_draws(model))
+    assert same.differences(expected, found) == []
+
+
 def test_a_layer_dropped_in_some_steps_only():
     class Dropping(Block):
         def forward(self, x):

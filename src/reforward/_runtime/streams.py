@@ -12,8 +12,9 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -242,33 +243,77 @@ class OwnStream(NamedTuple):
     @classmethod
     def among(cls, values: Iterable[Any]) -> list[OwnStream]:
         """The generators among some values, each with its state now."""
-        return [cls(value, state) for value in values if (state := _read(value)) is not None]
+        return [cls(value, ways.read(value)) for value in values if (ways := _ways_of(type(value))) is not None]
 
     def apply(self) -> None:
         """Sets the generator to this state."""
-        if isinstance(self.generator, torch.Generator):
-            self.generator.set_state(self.state)
-        elif isinstance(self.generator, random.Random):
-            self.generator.setstate(self.state)
-        elif hasattr(self.generator, "bit_generator"):
-            self.generator.bit_generator.state = self.state
-        else:
-            self.generator.set_state(self.state)
+        _known_ways(self.generator).write(self.generator, self.state)
 
     def now(self) -> OwnStream:
         """The same generator with its present state."""
-        return OwnStream(self.generator, _read(self.generator))
+        return OwnStream(self.generator, _known_ways(self.generator).read(self.generator))
 
 
-def _read(value: Any) -> Any:
-    """The state of a generator object; None if the value isn't one."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
+class _Ways(NamedTuple):
+    """How the state of generators of one class is read and set."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+
+
+def _known_ways(generator: Any) -> _Ways:
+    ways = _ways_of(type(generator))
+    assert ways is not None
+    return ways
+
+
+@cache
+def _ways_of(cls: type) -> _Ways | None:
+    """How generators of a class are dealt with; None if its objects aren't generators with a state."""
+    if issubclass(cls, torch.Generator):
+        return _Ways(lambda generator: generator.get_state(), lambda generator, state: generator.set_state(state))
+    if issubclass(cls, random.Random):
+        if issubclass(cls, random.SystemRandom):  # the machine's entropy
+            return None
+        return _Ways(lambda generator: generator.getstate(), lambda generator, state: generator.setstate(state))
+    if issubclass(cls, torch.quasirandom.SobolEngine):
+        return _Ways(_read_sobol, _write_sobol)
     module = sys.modules.get("numpy.random")
-    if module is not None and isinstance(value, module.Generator):
-        return value.bit_generator.state
-    if module is not None and isinstance(value, module.RandomState):
-        return value.get_state()
+    if module is None:
+        return None
+    if issubclass(cls, module.BitGenerator):
+        return _Ways(_read_bits, _write_bits)
+    if issubclass(cls, module.Generator):
+        return _Ways(
+            lambda generator: _read_bits(generator.bit_generator),
+            lambda generator, state: _write_bits(generator.bit_generator, state),
+        )
+    if issubclass(cls, module.RandomState):
+        return _Ways(lambda generator: generator.get_state(), lambda generator, state: generator.set_state(state))
     return None
+
+
+def _read_sobol(engine: Any) -> Any:
+    return engine.num_generated, engine.quasi.clone()
+
+
+def _write_sobol(engine: Any, state: Any) -> None:
+    engine.num_generated, engine.quasi = state[0], state[1].clone()
+
+
+def _read_bits(generator: Any) -> Any:
+    """Also how many generators it has spawned, which decides what the next one draws."""
+    seeds = generator.seed_seq
+    return generator.state, seeds, getattr(seeds, "n_children_spawned", None)
+
+
+def _write_bits(generator: Any, state: Any) -> None:
+    drawn, seeds, spawned = state
+    if spawned != getattr(seeds, "n_children_spawned", None):  # can't be set: another one spawns in its place
+        seeds = type(seeds)(
+            entropy=seeds.entropy, spawn_key=seeds.spawn_key, pool_size=seeds.pool_size, n_children_spawned=spawned
+        )
+    if seeds is generator.seed_seq:
+        generator.state = drawn
+    else:
+        generator.__setstate__((drawn, seeds))
