@@ -289,7 +289,9 @@ def qwen2_moe(*, layers: int = 3) -> Case:
 def mamba(*, layers: int = 3) -> Case:
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=layers, time_step_rank=4)
+    config = MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=layers, time_step_rank=4
+    )
     return _language(MambaForCausalLM(config), time=16)
 
 

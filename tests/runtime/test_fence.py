@@ -1,9 +1,12 @@
 """What must not happen twice or differently in a replay: draws, buffers, attributes, settings around the call."""
 
+import functools
+import gc
 import random
 import subprocess
 import sys
 import warnings
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -743,6 +746,192 @@ def test_generators_of_globals_and_closures():
         return [model.layers[0].up.weight.grad, GENERATOR.get_state(), own.get_state()]
 
     assert all(map(torch.equal, states(None), states(rf.full())))
+
+
+class Sampler:
+    """Has a generator and a counter."""
+
+    def __init__(self, seed=3):
+        self.generator, self.count = torch.Generator().manual_seed(seed), 0
+
+    def sample(self):
+        self.count += 1
+        return torch.rand(8, generator=self.generator) * self.count
+
+
+def drawing_from(generator):
+    return lambda: torch.rand(8, generator=generator)
+
+
+def defaulting(generator=None, *, other=None):
+    def draw(generator=generator, *, other=other):
+        return torch.rand(8, generator=generator) + torch.rand(8, generator=other)
+
+    return draw
+
+
+def noisy(function):
+    """A decorator with state of its own."""
+    generator, count = torch.Generator().manual_seed(5), 0
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        nonlocal count
+        count += 1
+        return function(*args) * torch.rand(8, generator=generator) * count
+
+    return wrapper
+
+
+def counting():
+    def count():
+        count.calls += 1
+        return float(count.calls)
+
+    count.calls = 0
+    return count
+
+
+LEARNT = {"closure over a closure", "function with an attribute"}  # they count, which the first forward must show
+CALLABLES = {
+    "partial": lambda: functools.partial(torch.rand, 8, generator=torch.Generator().manual_seed(3)),
+    "builtin method": lambda: random.Random(3).random,
+    "numpy's method": lambda: numpy.random.default_rng(3).random,
+    "method": lambda: Sampler().sample,
+    "partial of a method": lambda: functools.partial(Sampler().sample),
+    "closure": lambda: drawing_from(torch.Generator().manual_seed(3)),
+    "closure over an object": lambda: drawing_from_object(Sampler()),
+    "closure over a closure": lambda: noisy(drawing_from(torch.Generator().manual_seed(3))),
+    "defaults": lambda: defaulting(torch.Generator().manual_seed(3), other=torch.Generator().manual_seed(4)),
+    "function with an attribute": counting,
+}
+
+
+def drawing_from_object(sampler):
+    return lambda: torch.rand(8, generator=sampler.generator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "always"),
+    [(kind, always) for kind in CALLABLES for always in (True, False) if always or kind not in LEARNT],
+)
+def test_generators_behind_callables_that_a_block_holds(kind, always):
+    """Used in each step, or from the second on, when nothing is compared any more."""
+
+    class Calls(Block):
+        def __init__(self):
+            super().__init__()
+            self.draw, self.steps = CALLABLES[kind](), 0
+
+        def forward(self, x):
+            self.steps += 1
+            return torch.tanh(super().forward(x * self.draw() if always or self.steps > 2 else x))
+
+    def build():
+        model = Stack(Calls(), Calls())
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    def next_draws(model):
+        return [torch.as_tensor(layer.draw()) for layer in model.layers]
+
+    model, loss = same.built(build)
+    expected = same.record(model, loss, after=lambda: next_draws(model))
+    model, loss = same.built(build)
+    rf.attach(model, FULL)
+    found = same.record(model, loss, after=lambda: next_draws(model))
+    assert same.differences(expected, found) == []
+
+
+def test_generators_behind_callables_with_a_bare_checkpoint():
+    def gradients(plain):
+        torch.manual_seed(0)
+        layer, x = Block(), torch.ones(4, 8)
+        layer.draw = drawing_from(torch.Generator().manual_seed(3))
+
+        def call(x):
+            return torch.tanh(layer(x * layer.draw()))
+
+        for _ in range(2):
+            x = call(x) if plain else rf.checkpoint(call, x)
+        x.sum().backward()
+        return [p.grad for p in layer.parameters()] + [layer.draw()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_a_closure_that_is_made_anew_in_each_forward_is_not_kept():
+    class Makes(Block):
+        def forward(self, x):
+            out = torch.tanh(super().forward(x))
+            self.last = lambda: out
+            references.append(weakref.ref(self.last))
+            return out
+
+    references = []
+    model = Stack(Makes())
+    rf.attach(model, FULL)
+    for _ in range(4):
+        model(torch.ones(4, 8)).sum().backward()
+    gc.collect()
+    assert [reference() is not None for reference in references] == [False, False, False, True]
+
+
+FIRST, SECOND = torch.Generator(), torch.Generator()
+ONE, OTHER = drawing_from(FIRST), drawing_from(SECOND)
+HOLDER = SimpleNamespace(generator=torch.Generator(), more={"deep": [torch.Generator()]})
+LAZY: torch.Generator | None = None
+
+
+def lazy():
+    global LAZY
+    if LAZY is None:
+        LAZY = torch.Generator().manual_seed(6)
+    return LAZY
+
+
+def test_generators_behind_globals():
+    class Draws(Block):
+        @noisy
+        def scaled(self, x):
+            return x * ONE() * OTHER()
+
+        def forward(self, x):
+            more = [HOLDER.generator, HOLDER.more["deep"][0], lazy()]
+            noise = sum(torch.rand(8, generator=generator) for generator in more)
+            return torch.tanh(super().forward(self.scaled(x) * noise))
+
+    wrapped = {c.cell_contents for c in Draws.scaled.__closure__ if isinstance(c.cell_contents, torch.Generator)}
+    count = next(c for c in Draws.scaled.__closure__ if isinstance(c.cell_contents, int))
+
+    def states(plan):
+        global LAZY
+        LAZY, count.cell_contents = None, 0
+        every = [FIRST, SECOND, HOLDER.generator, HOLDER.more["deep"][0], *wrapped]
+        for number, generator in enumerate(every):
+            generator.manual_seed(number)
+        torch.manual_seed(0)
+        model = Stack(Draws(), Draws())
+        if plan is not None:
+            rf.attach(model, plan)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        gradients = [model.layers[0].up.weight.grad, model.layers[1].up.weight.grad]
+        return [torch.tensor(count.cell_contents), *gradients, *[g.get_state() for g in (*every, LAZY)]]
+
+    assert all(map(torch.equal, states(None), states(FULL)))
+
+
+def test_state_of_hooks_that_act():
+    def build():
+        model = Stack(Block(), Block())
+        x = torch.randn(4, 8)
+        for layer in model.layers:
+            draw = noisy(drawing_from(torch.Generator().manual_seed(3)))
+            layer.up.register_forward_pre_hook(lambda module, args, draw=draw: (args[0] * draw(),))
+        return model, lambda: model(x).square().sum()
+
+    same.assert_same(build, FULL, steps=3)
 
 
 @pytest.mark.parametrize("give", [iter, lambda values: (value for value in values)], ids=["iterator", "generator"])

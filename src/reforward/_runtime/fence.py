@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from reforward._runtime.parts import Ref
 from reforward._runtime.reach import (
     Bindings,
     Outside,
+    Reached,
+    Variable,
+    key_of,
+    streams_in,
     those_with_generators,
     value_of,
     variables_of,
@@ -40,7 +45,7 @@ class Fence:
         learnt: of earlier calls: which variables outside of modules and arguments count.
     """
 
-    __slots__ = ("_ambient", "_bindings", "_hooks", "_learnt", "_outside", "_rng", "_state", "_streams")
+    __slots__ = ("_ambient", "_bindings", "_hooks", "_learnt", "_new", "_outside", "_rng", "_state", "_streams")
 
     def __init__(
         self,
@@ -52,33 +57,38 @@ class Fence:
         self._state = state
         self._learnt = learnt
         self._hooks = hooks
-        self._outside = self._look_outside(learnt)
+        self._new: list[tuple[FunctionType | None, list[Variable]]] = []
+        generators, outside = learnt.generators, learnt.outside
+        if learnt.variables is None or state.functions or hooks.any:
+            generators, outside = self._look_around(learnt)
+        self._outside = Outside(outside, learnt.bound) if outside else None
         self._bindings = Bindings(learnt.bound) if learnt.bound else None
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(devices)
-        self._streams = OwnStream.among(map(value_of, learnt.generators))
+        self._streams: list[OwnStream] = streams_in(generators) if generators else []
 
-    def _look_outside(self, learnt: Learnt) -> Outside | None:
+    def _look_around(self, learnt: Learnt) -> tuple[list[Variable], list[Variable]]:
+        """The variables that hold generators, and those whose values count; for code that was never looked through,
+        all."""
+        generators, outside = learnt.generators.copy(), learnt.outside.copy()
         if learnt.variables is None:
-            learnt.variables = variables_of(self._state.modules)
-            learnt.generators = those_with_generators(learnt.variables)
-            learnt.bound = [v for v in learnt.variables if isinstance(value_of(v), torch.Tensor)]
-            self._look_into_hooks(learnt)
-            return Outside(learnt.variables)
-        if self._look_into_hooks(learnt):
-            return Outside(learnt.variables)
-        return Outside(learnt.outside, learnt.bound) if learnt.outside else None
-
-    def _look_into_hooks(self, learnt: Learnt) -> bool:
-        """Whether there are hooks that earlier calls didn't have; their variables count as well from now on."""
-        new = [hook for hook in self._hooks.functions if hook not in learnt.hooks] if self._hooks.any else []
-        if not new:
-            return False
-        learnt.hooks += new
-        found = [variable for hook in new for variable in variables_of_function(hook)]
-        learnt.variables = [*(learnt.variables or []), *found]
-        learnt.generators = [*learnt.generators, *those_with_generators(found)]
-        return bool(found)
+            self._new.append((None, variables_of(self._state.modules)))
+        for hook in self._hooks.functions:
+            if hook not in learnt.hooks:
+                learnt.hooks.append(hook)
+                self._new.append((None, variables_of_function(hook)))
+        for function in self._state.functions:
+            reached = learnt.functions.get(function)
+            if reached is None:
+                self._new.append((function, variables_of_function(function)))
+            else:
+                generators += reached.generators
+                outside += reached.outside
+        for _, variables in self._new:
+            generators += variables
+            outside += variables
+            learnt.bound += [variable for variable in variables if isinstance(value_of(variable), torch.Tensor)]
+        return generators, outside
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -113,9 +123,22 @@ class Fence:
     def seal(self) -> None:
         """To be called when the forward has ended."""
         self._state.seal()
-        if self._outside is not None:
-            changed = self._outside.keep_changed()
-            self._learnt.outside = self._learnt.outside or changed
+        changed = self._outside.keep_changed() if self._outside is not None else []
+        if self._new:
+            self._learn(changed)
+
+    def _learn(self, changed: list[Variable]) -> None:
+        keys, learnt = set(map(key_of, changed)), self._learnt
+        for function, variables in self._new:
+            # Looked at again: a generator may be made when it is first needed.
+            reached = Reached(those_with_generators(variables), [v for v in variables if key_of(v) in keys])
+            if function is not None:
+                learnt.functions[function] = reached
+            else:
+                learnt.variables = [*(learnt.variables or []), *variables]
+                learnt.generators += reached.generators
+                learnt.outside += reached.outside
+        self._new = []
 
     def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:
         """Puts random streams, modules, hooks and settings as the forward found them.

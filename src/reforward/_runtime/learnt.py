@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from reforward._runtime.reach import Variable
+from reforward._runtime.reach import Reached, Variable
 
 
 class Learnt:
@@ -24,11 +26,13 @@ class Learnt:
         bound: those that mustn't be another's in the replay: a bare function's, and those that hold tensors.
         hooks: whose variables are among them.
         submodules: the same of submodules that are kept whole, by path.
+        functions: the same of functions that attributes and arguments hold, as long as these live.
     """
 
     __slots__ = (
         "adds_gradients",
         "bound",
+        "functions",
         "generators",
         "hooks",
         "outside",
@@ -54,3 +58,4 @@ class Learnt:
         self.bound: list[Variable] = []
         self.hooks: list[Any] = []
         self.submodules: dict[str, Learnt] = {}
+        self.functions: WeakKeyDictionary[FunctionType, Reached] = WeakKeyDictionary()

@@ -90,6 +90,7 @@ class ModuleState:
 
     Attributes:
         modules: all modules.
+        functions: that attributes and arguments hold.
         tensors: parameters, buffers and tensors held by attributes, as they are in place: during a replay, copies stand
             for those that it may write.
     """
@@ -106,6 +107,7 @@ class ModuleState:
         self._attributes: list[tuple[dict[str, Any], str, Ref]] = []
         self._steady: set[Ref] = set()
         self._streams: list[OwnStream] = []
+        self.functions: list[types.FunctionType] = []
         self.modules = modules
         self._known = set(modules)
         self._given: list[nn.Parameter] = []
@@ -183,10 +185,13 @@ class ModuleState:
                 self._add_reached(leaf)
 
     def _add_reached(self, leaf: Any) -> None:
-        """What a leaf stands for: a module that isn't registered, whose method a bound one is; a generator."""
+        """What a leaf stands for: a module that isn't registered, whose method a bound one is; a function; a
+        generator."""
         while isinstance(leaf, (types.MethodType, functools.partial)):
             leaf = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf.func
-        if issubclass(type(leaf), nn.Module):
+        if type(leaf) is types.FunctionType:
+            self.functions.append(leaf)
+        elif issubclass(type(leaf), nn.Module):
             inside = _torch.submodules(leaf)
             if leaf not in self._known and self.modules[0] not in inside:  # not one that the block is a part of
                 self.modules += [m for m in inside if m not in self._known]

@@ -38,8 +38,8 @@ IMMUTABLE = frozenset(
      torch.memory_format, range, slice}
 )  # fmt: skip
 _OPAQUE = (
-    nn.Module, torch.Tensor, torch.Generator, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
-    types.MethodType, functools.partial, enum.Enum, BaseException,
+    nn.Module, torch.Tensor, torch.Generator, type, types.ModuleType, types.FunctionType, functools.partial, enum.Enum,
+    BaseException,
 )  # fmt: skip
 # Classes of these are the system's own and lead anywhere (loggers, threads, files), but for the bases listed.
 _SYSTEM = sys.stdlib_module_names | {"torch", "numpy"}
@@ -101,6 +101,33 @@ def _fill_ordered(value: OrderedDict[Any, Any], children: list[Any], keys: Any) 
         OrderedDict.__setitem__(value, key, child)
 
 
+# Methods of these stay themselves, as these do.
+_STAYS = (nn.Module, type, types.ModuleType, type(None))
+
+
+def _open_partial(value: functools.partial[Any]) -> tuple[list[Any], Any]:
+    given = [*value.args, *value.keywords.values()]
+    if IMMUTABLE.issuperset(map(type, given)) and isinstance(value.func, (types.FunctionType, *_STAYS)):
+        return [], None
+    return [value.func, *given], (len(value.args), tuple(value.keywords))
+
+
+def _make_partial(cls: type, children: list[Any], context: Any) -> Any:
+    count, names = context
+    return cls(*children[: count + 1], **dict(zip(names, children[count + 1 :], strict=True)))
+
+
+_PARTIAL = _Kind(open=_open_partial, make=_make_partial, frozen=True)
+_METHOD = _Kind(
+    open=lambda value: ([] if isinstance(value.__self__, _STAYS) else [value.__func__, value.__self__], None),
+    make=lambda cls, children, context: cls(*children),
+    frozen=True,
+)
+_BUILTIN_METHOD = _Kind(
+    open=lambda value: ([] if isinstance(value.__self__, _STAYS) else [value.__self__], value.__name__),
+    make=lambda cls, children, name: getattr(children[0], name),
+    frozen=True,
+)
 _LIST = _Kind(
     open=lambda value: (list(list.__iter__(value)), None),
     make=lambda cls, children, context: cls(),
@@ -134,6 +161,9 @@ _KINDS: dict[type, _Kind | None] = {
         make=lambda cls, children, maxlen: cls(maxlen=maxlen),
         fill=lambda value, children, maxlen: value.extend(children),
     ),
+    types.MethodType: _METHOD,
+    types.BuiltinFunctionType: _BUILTIN_METHOD,
+    functools.partial: _PARTIAL,
     defaultdict: _Kind(open=_open_defaultdict, make=lambda cls, children, context: cls(), fill=_fill_defaultdict),
     **dict.fromkeys(IMMUTABLE),
 }

@@ -1,8 +1,8 @@
 """What the code of a block refers to beside its modules and arguments: closures and globals.
 
-Generators among them are rewound for a replay, like those that modules and arguments hold. So are numbers, lists and
-dicts that a forward of the block was seen to change. Other state is out of reach: when a replay is seen to change it, a
-warning says so.
+Generators that they hold at any depth are rewound for a replay, like those that modules and arguments hold. So are
+numbers, lists and dicts that a forward of the block was seen to change. Other state is out of reach: when a replay is
+seen to change it, a warning says so.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import inspect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from reforward import _torch
-from reforward._runtime.parts import Parts, Ref
+from reforward._runtime.parts import IMMUTABLE, Parts, Ref, leaves_in
 from reforward._runtime.streams import OwnStream
 
 _MOST_VARIABLES = 500
-_STATE = frozenset({bool, int, float, str, list, dict, set, deque, Counter, OrderedDict, defaultdict})
+# None: what is made when it is first needed.
+_STATE = frozenset({type(None), bool, int, float, str, list, dict, set, deque, Counter, OrderedDict, defaultdict})
 
 #: Where a name of a function lives: the dict of globals and the name, or the cell.
 Variable = tuple[dict[str, Any], str] | types.CellType
 
 
-_SYSTEM = ("torch", "builtins")
+_HOLD_NOTHING = IMMUTABLE | {types.FunctionType, types.ModuleType, type}
+_SYSTEM = ("torch", "builtins", "reforward")
 
 
 def variables_of(modules: Iterable[nn.Module]) -> list[Variable]:
@@ -49,14 +51,32 @@ def _variables_of_class(cls: type) -> list[Variable]:
 _by_class: WeakKeyDictionary[type, list[Variable]] = WeakKeyDictionary()
 
 
-def variables_of_function(function: Any) -> list[Variable]:
-    """The variables that a function may use."""
-    return _variables([function])
+def variables_of_function(*functions: Any) -> list[Variable]:
+    """The variables that functions may use."""
+    return _variables(functions)
+
+
+class Reached(NamedTuple):
+    """What counts of the variables that a function may use.
+
+    Attributes:
+        generators: those that hold generators.
+        outside: those that a forward changed.
+    """
+
+    generators: list[Variable]
+    outside: list[Variable]
 
 
 def those_with_generators(variables: Iterable[Variable]) -> list[Variable]:
-    """Those that hold a generator object."""
-    return [variable for variable in variables if OwnStream.among([value_of(variable)])]
+    """Those that hold a generator object, at any depth."""
+    return [variable for variable in variables if streams_in([variable])]
+
+
+def streams_in(variables: Iterable[Variable]) -> list[OwnStream]:
+    """The generators that variables hold at any depth, with their states now."""
+    values = [value for variable in variables if type(value := value_of(variable)) not in _HOLD_NOTHING]
+    return [stream for value in values for stream in OwnStream.among(leaves_in(value))]
 
 
 class Outside:
@@ -69,7 +89,7 @@ class Outside:
 
     def __init__(self, variables: Iterable[Variable], bound: Sequence[Variable] = ()):
         self._parts = Parts()
-        self._bound = set(map(_identity, bound))
+        self._bound = set(map(key_of, bound))
         found = [(variable, value) for variable in variables if type(value := value_of(variable)) in _STATE]
         self._refs: list[tuple[Variable, Ref]] = [(variable, self._parts.take(value)) for variable, value in found]
         self._parts.close()
@@ -78,8 +98,8 @@ class Outside:
         """To be called when the forward has ended: from now on only what it changed counts, which is returned, and what
         is bound."""
         changed = [v for v, ref in self._refs if not self._parts.matches(ref, value_of(v), {})]
-        wanted = self._bound.union(map(_identity, changed))
-        self._refs = [(v, ref) for v, ref in self._refs if _identity(v) in wanted]
+        wanted = self._bound.union(map(key_of, changed))
+        self._refs = [(v, ref) for v, ref in self._refs if key_of(v) in wanted]
         return changed
 
     def changed(self) -> list[str]:
@@ -125,11 +145,6 @@ class Bindings:
         return undo
 
 
-def _identity(variable: Variable) -> Any:
-    """Equal for one and the same variable; two dicts of globals mustn't be compared."""
-    return (id(variable[0]), variable[1]) if isinstance(variable, tuple) else id(variable)
-
-
 def _put(variable: Variable, value: Any) -> None:
     if isinstance(variable, tuple):
         variable[0][variable[1]] = value
@@ -139,31 +154,45 @@ def _put(variable: Variable, value: Any) -> None:
 
 def _variables(functions: Iterable[Any]) -> list[Variable]:
     found: dict[Any, Variable] = {}
-    queue, seen = list(functions), set[int]()
+    queue = deque(functions)
+    seen: dict[int, Any] = {}  # by identity: the functions that a factory makes share their code, not their cells
     while queue and len(found) < _MOST_VARIABLES:
-        plain = _plain_function(queue.pop(0))
-        if plain is None or id(plain.__code__) in seen or (plain.__module__ or "").partition(".")[0] in _SYSTEM:
+        function = queue.popleft()
+        if id(function) in seen:
             continue
-        seen.add(id(plain.__code__))
-        names = [name for name in _names_in(plain.__code__) if name in plain.__globals__]
-        variables: list[Variable] = [*(plain.__closure__ or ()), *[(plain.__globals__, name) for name in names]]
-        found.update((_identity(variable), variable) for variable in variables)
-        queue += [
-            value for variable in variables if callable(value := value_of(variable)) and not isinstance(value, type)
-        ]
+        seen[id(function)] = function
+        queue += _inside(function)
+        if isinstance(function, types.FunctionType):
+            variables = _variables_of_code(function)
+            found.update((key_of(variable), variable) for variable in variables)
+            queue += [value for variable in variables if callable(value := value_of(variable))]
     return list(found.values())
 
 
-def _plain_function(value: Any) -> types.FunctionType | None:
-    while True:
-        if isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, types.MethodType):
-            value = value.__func__
-        elif isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
-            value = value.__dict__["__wrapped__"]
-        else:
-            return value if isinstance(value, types.FunctionType) else None
+def _inside(value: Any) -> list[Any]:
+    """What a callable calls that isn't a function of Python, or wraps."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    inside = [value.__dict__["__wrapped__"]] if "__wrapped__" in getattr(value, "__dict__", ()) else []
+    return [*inside, *(value.__defaults__ or ())] if isinstance(value, types.FunctionType) else inside
+
+
+def _variables_of_code(function: types.FunctionType) -> list[Variable]:
+    """A function's cells, the globals that it names, its defaults and its attributes."""
+    space = function.__globals__
+    if (space.get("__name__") or "").partition(".")[0] in _SYSTEM:  # a decorator, if its cells hold anything
+        return [*(function.__closure__ or ())]
+    variables: list[Variable] = [*(function.__closure__ or ())]
+    variables += [(space, name) for name in _names_in(function.__code__) if name in space]
+    for own in (function.__kwdefaults__ or {}, function.__dict__):
+        variables += [(own, name) for name in own if name != "__wrapped__"]
+    if function.__defaults__:
+        variables.append(({"__defaults__": function.__defaults__}, "__defaults__"))
+    return variables
 
 
 def _names_in(code: types.CodeType) -> list[str]:
@@ -182,5 +211,12 @@ def value_of(variable: Variable) -> Any:
         return None
 
 
+def key_of(variable: Variable) -> Any:
+    """Tells variables apart, while they live; two dicts of globals mustn't be compared."""
+    return (id(variable[0]), variable[1]) if isinstance(variable, tuple) else id(variable)
+
+
 def _name(variable: Variable) -> str:
-    return f"the global {variable[1]!r}" if isinstance(variable, tuple) else "a variable of an enclosing function"
+    if not isinstance(variable, tuple):
+        return "a variable of an enclosing function"
+    return f"the global {variable[1]!r}" if "__name__" in variable[0] else f"a function's {variable[1]!r}"

@@ -243,7 +243,11 @@ class OwnStream(NamedTuple):
     @classmethod
     def among(cls, values: Iterable[Any]) -> list[OwnStream]:
         """The generators among some values, each with its state now."""
-        return [cls(value, ways.read(value)) for value in values if (ways := _ways_of(type(value))) is not None]
+        return [
+            cls(value, ways.read(value))
+            for value in values
+            if (ways := _ways_of(type(value))) is not None and not _is_global(value)
+        ]
 
     def apply(self) -> None:
         """Sets the generator to this state."""
@@ -252,6 +256,14 @@ class OwnStream(NamedTuple):
     def now(self) -> OwnStream:
         """The same generator with its present state."""
         return OwnStream(self.generator, _known_ways(self.generator).read(self.generator))
+
+
+def _is_global(generator: Any) -> bool:
+    """Whether a generator is one of the global ones, which are looked after as such."""
+    if generator is _HIDDEN or generator is torch.default_generator:
+        return True
+    module = sys.modules.get("numpy.random")
+    return module is not None and (generator is module.rand.__self__ or generator is module.get_bit_generator())
 
 
 class _Ways(NamedTuple):
