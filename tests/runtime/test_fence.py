@@ -289,6 +289,55 @@ def test_the_same_objects_are_in_place_after_the_step():
     assert all(one is other for one, other in zip(before, after, strict=True))
 
 
+class Registers(nn.Module):
+    """Registers what it needs when it is first called, or in its second step."""
+
+    def __init__(self, what, late):
+        super().__init__()
+        self.what, self.calls_before, self.calls = what, 2 * late, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls <= self.calls_before:
+            return F.dropout(x, 0.3)
+        if not hasattr(self, "own"):
+            self.register()
+        if self.what == "counter":
+            self.own += 1
+        return F.dropout(self.own(x) if self.what == "submodule" else x * self.own, 0.3)
+
+    def register(self):
+        if self.what == "submodule":
+            self.own = nn.Linear(8, 8)
+        elif self.what == "parameter":
+            self.own = nn.Parameter(torch.randn(8))
+        else:
+            self.register_buffer("own", torch.randn(8) if self.what == "buffer" else torch.zeros(()))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["buffer", "counter", "parameter", "submodule"])
+def test_what_a_forward_registers(what, late):
+    def trained(plan):
+        same.seed(0)
+        model = Stack(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Registers(what, late)) for _ in range(2)])
+        x = torch.randn(4, 8)
+        if plan is not None:
+            rf.attach(model, plan)
+        found = {}
+        for step in range(4):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            found |= {f"loss {step}": loss.detach(), **same.streams()}
+            found |= {f"gradient {step} {name}": same.clone(p.grad) for name, p in model.named_parameters()}
+            found |= {f"state {step} {name}": value.clone() for name, value in model.state_dict().items()}
+        return found
+
+    for plan in ({"layers[0:2]": rf.Recompute()}, rf.Plan(nodes=(run(),))):
+        assert same.differences(trained(None), trained(plan)) == []
+
+
 def test_a_large_buffer_that_is_written_for_the_first_time_late_is_refused():
     class Late(Block):
         def __init__(self):

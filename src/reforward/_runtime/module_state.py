@@ -100,6 +100,7 @@ class ModuleState:
         self._learnt = learnt
         self._parts = parts
         self._homes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._empty: list[dict[str, Any]] = []  # homes in which there was nothing, as in most
         self._parameters: list[tuple[torch.Tensor, int, bool]] = []
         self._held: list[_HeldTensor] = []
         self._scripted: list[_HeldTensor] = []  # can't be exchanged
@@ -146,14 +147,20 @@ class ModuleState:
         homes.append((attributes, attributes.copy()))
         if children := _torch.children_of(module):
             homes.append((children, children.copy()))
+        else:
+            self._empty.append(children)
         if parameters:
             homes.append((parameters, parameters.copy()))
             self._parameters += [(p, _torch.version(p), p.requires_grad) for p in parameters.values() if p is not None]
+        else:
+            self._empty.append(parameters)
         if buffers:
             homes.append((buffers, buffers.copy()))
             for key, buffer in buffers.items():
                 if buffer is not None:
                     self._held.append(self._hold(buffers, (index, key), buffer, module))
+        else:
+            self._empty.append(buffers)
         for key in attributes.keys() - _MODULE_ATTRIBUTES:
             kind = type(value := attributes[key])
             if kind not in IMMUTABLE and not (kind is tuple and IMMUTABLE.issuperset(map(type, value))):
@@ -277,6 +284,7 @@ class ModuleState:
         """
         self._check_unchanged()
         now = [(home, home.copy()) for home, _ in self._homes]
+        registered = [(home, home.copy()) for home in self._empty if home]
         tensors, streams = self.tensors, [stream.now() for stream in self._streams]
         switched = [(p, wanted) for p, _, wanted in self._parameters if p.requires_grad is not wanted]
         gradients = [(leaf, leaf.grad) for leaf in self._leaves()] if self._learnt.adds_gradients else []
@@ -289,6 +297,8 @@ class ModuleState:
                 parameter.requires_grad_(not wanted)
             for leaf, gradient in gradients:
                 leaf.grad = gradient
+            _clear(self._empty)
+            _restore(registered)
             self.tensors = tensors
 
         try:
@@ -303,6 +313,7 @@ class ModuleState:
 
     def _show(self) -> dict[Ref, Any]:
         _restore(self._homes)
+        _clear(self._empty)
         for stream in self._streams:
             stream.apply()
         return self._show_values()
@@ -376,3 +387,9 @@ def _restore(homes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         if len(home) != len(wanted):
             for key in home.keys() - wanted.keys():
                 del home[key]
+
+
+def _clear(homes: list[dict[str, Any]]) -> None:
+    for home in homes:
+        if home:
+            home.clear()
