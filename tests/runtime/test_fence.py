@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import queue
 import random
 import subprocess
 import sys
@@ -287,6 +288,103 @@ def test_the_same_objects_are_in_place_after_the_step():
     model(torch.randn(4, 8)).sum().backward()
     after = (block.history, block.counts, block.written, block.bn.running_mean, block.up.weight)
     assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+class Only:
+    """There is one of it."""
+
+    instance = None
+
+    def __new__(cls):
+        if cls.instance is None:
+            cls.instance = object.__new__(cls)
+            cls.instance.reset()
+        return cls.instance
+
+    def reset(self):
+        self.count, self.seen, self.mean = 0, [], torch.zeros(8)
+
+    def note(self, x):
+        self.count += 1
+        self.seen.append(self.count)
+        self.mean += x.detach().mean(0)
+
+
+class Ends(Only):
+    """Does something when it ends, which must happen once."""
+
+    ended = 0
+
+    def __new__(cls):
+        return object.__new__(cls)
+
+    def __init__(self):
+        self.reset()
+
+    def __del__(self):
+        Ends.ended += 1
+
+
+class Steps(Ends):
+    """An iterator, whose end is nothing special."""
+
+    def __del__(self):
+        pass
+
+    def __next__(self):
+        return self.count
+
+
+@pytest.mark.parametrize("kind", [Only, Ends, Steps])
+def test_objects_that_stay_themselves_are_written_once(kind):
+    class Notes(Block):
+        def __init__(self):
+            super().__init__()
+            self.notes = [kind()]
+
+        def forward(self, x):
+            self.notes[0].note(x)
+            if kind is Only:
+                assert self.notes[0] is Only()
+            noted = self.notes[0]
+            return torch.tanh(super().forward(x + noted.mean) * noted.count * len(noted.seen))
+
+    def build():
+        Only.instance = None
+        model = Stack(Notes(), Notes())
+        x = torch.randn(4, 8)
+        return model, lambda: model(x).square().sum()
+
+    def state(model):
+        return [(layer.notes[0].count, layer.notes[0].seen, layer.notes[0].mean) for layer in model.layers]
+
+    for plan in ({"layers[0:2]": rf.Recompute()}, rf.Plan(nodes=(run(),))):
+        model, loss = same.built(build)
+        expected = same.record(model, loss, after=lambda: state(model))  # noqa: B023
+        model, loss = same.built(build)
+        rf.attach(model, plan)
+        gc.collect()
+        ended = Ends.ended
+        found = same.record(model, loss, after=lambda: state(model))  # noqa: B023
+        assert same.differences(expected, found) == []
+        assert Ends.ended == ended
+
+
+def test_a_queue_is_filled_once():
+    class Fills(Block):
+        def __init__(self):
+            super().__init__()
+            self.queue = queue.Queue()
+
+        def forward(self, x):
+            self.queue.put(1)
+            return torch.tanh(super().forward(x) * self.queue.qsize())
+
+    model = Stack(Fills())
+    rf.attach(model, FULL)
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+    assert model.layers[0].queue.qsize() == 2
 
 
 class Registers(nn.Module):

@@ -19,7 +19,7 @@ from reforward import _torch
 from reforward._errors import MutationError, ReplayError
 from reforward._runtime.fingerprint import fingerprint, is_dense
 from reforward._runtime.learnt import Learnt
-from reforward._runtime.parts import IMMUTABLE, Parts, Ref
+from reforward._runtime.parts import IMMUTABLE, Parts, Ref, keeps_its_identity
 from reforward._runtime.streams import OwnStream
 
 # Buffers up to this size are copied before every forward; of larger ones, only those that a forward was seen to write,
@@ -33,6 +33,8 @@ _COMPARABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
      torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )  # fmt: skip
+_MOST_OBJECTS = 100  # a value that leads to more is the whole program
+_NO_MODULE = nn.Module()  # a bare function may reach none
 _TENSORS = IMMUTABLE | {torch.Tensor, nn.Parameter}
 
 
@@ -108,6 +110,7 @@ class ModuleState:
         self._attributes: list[tuple[dict[str, Any], str, Ref]] = []
         self._steady: set[Ref] = set()
         self._streams: list[OwnStream] = []
+        self._objects: set[int] = set()
         self.functions: list[types.FunctionType] = []
         self.modules = modules
         self._known = set(modules)
@@ -116,7 +119,7 @@ class ModuleState:
             if type(leaf) is nn.Parameter:
                 self._given.append(leaf)
             elif type(leaf) not in _TENSORS:
-                self._add_reached(leaf)
+                self._add_reached(leaf, (0, "an argument"), modules[0] if modules else _NO_MODULE)
         index = 0
         while index < len(self.modules):
             self._look_at(index, self.modules[index])
@@ -177,7 +180,7 @@ class ModuleState:
         keeps_statistics = module.training and getattr(module, "track_running_stats", False) is True
         return _HeldTensor(home, key, tensor, known=known, expected=written or keeps_statistics)
 
-    def _add_attribute(self, home: dict[str, Any], key: tuple[int, str], value: Any, module: nn.Module) -> None:
+    def _add_attribute(self, home: dict[str, Any], key: tuple[Any, ...], value: Any, module: nn.Module) -> None:
         if issubclass(type(value), torch.Tensor):
             self._held.append(self._hold(home, key, value, module))
             return
@@ -189,22 +192,39 @@ class ModuleState:
             if issubclass(type(leaf), torch.Tensor):
                 self._deep[leaf_ref] = self._hold(None, (*key, leaf_ref - first), leaf, module)
             else:
-                self._add_reached(leaf)
+                self._add_reached(leaf, (*key, leaf_ref - first), module)
 
-    def _add_reached(self, leaf: Any) -> None:
+    def _add_reached(self, leaf: Any, key: tuple[Any, ...], module: nn.Module) -> None:
         """What a leaf stands for: a module that isn't registered, whose method a bound one is; a function; a
-        generator."""
+        generator; an object that stays itself."""
         while isinstance(leaf, (types.MethodType, functools.partial)):
             leaf = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf.func
-        if type(leaf) is types.FunctionType:
+        kind = type(leaf)
+        if kind is types.FunctionType:
             self.functions.append(leaf)
-        elif issubclass(type(leaf), nn.Module):
+        elif issubclass(kind, nn.Module):
             inside = _torch.submodules(leaf)
-            if leaf not in self._known and self.modules[0] not in inside:  # not one that the block is a part of
+            if leaf not in self._known and not (
+                self.modules and self.modules[0] in inside
+            ):  # not one that the block is a part of
                 self.modules += [m for m in inside if m not in self._known]
                 self._known.update(inside)
-        elif type(leaf) not in IMMUTABLE:
-            self._streams += OwnStream.among([leaf])
+        elif kind not in IMMUTABLE:
+            if keeps_its_identity(kind):
+                self._add_object(leaf, key, module)
+            else:
+                self._streams += OwnStream.among([leaf])
+
+    def _add_object(self, value: Any, key: tuple[Any, ...], module: nn.Module) -> None:
+        """Its attributes are dealt with like a module's."""
+        attributes = object.__getattribute__(value, "__dict__")
+        if len(self._objects) >= _MOST_OBJECTS or id(attributes) in self._objects:
+            return
+        self._objects.add(id(attributes))
+        self._homes.append((attributes, attributes.copy()))
+        for name, held in attributes.copy().items():
+            if type(held) not in IMMUTABLE:
+                self._add_attribute(attributes, (key[0], name, *key[1:]), held, module)
 
     @property
     def holds_generators(self) -> bool:
@@ -214,7 +234,7 @@ class ModuleState:
     def written_in_place(self) -> list[tuple[dict[str, Any], str, torch.Tensor]] | None:
         """To be called when the forward has ended: the buffers and tensor attributes that it wrote, each as its home,
         its name and a copy of its value; None if it changed anything else."""
-        if any(_differ(before, home) for home, before in self._homes):
+        if any(self._empty) or any(_differ(before, home) for home, before in self._homes):
             return None
         if not all(self._parts.matches(ref, home[key], {}) for home, key, ref in self._attributes):
             return None

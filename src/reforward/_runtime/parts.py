@@ -43,9 +43,15 @@ _OPAQUE = (
 )  # fmt: skip
 # Classes of these are the system's own and lead anywhere (loggers, threads, files), but for the bases listed.
 _SYSTEM = sys.stdlib_module_names | {"torch", "numpy"}
+_BASE_MODULES = {"collections.abc", "typing"}
+_PLAIN = {
+    "argparse.Namespace", "argparse._AttributeHolder", "collections.ChainMap", "contextlib.AbstractContextManager",
+    "contextlib.AbstractAsyncContextManager", "contextlib.ContextDecorator", "contextlib.AsyncContextDecorator",
+    "queue.Queue", "queue.LifoQueue", "queue.PriorityQueue",
+}  # fmt: skip
 _BASES = {
-    object, dict, list, OrderedDict, defaultdict, Counter, types.SimpleNamespace, Generic, Protocol, abc.ABC,
-    UserDict, UserList, *UserDict.__mro__, *UserList.__mro__,
+    object, dict, list, deque, set, OrderedDict, defaultdict, Counter, types.SimpleNamespace, Generic, Protocol,
+    abc.ABC, UserDict, UserList, *UserDict.__mro__, *UserList.__mro__,
 }  # fmt: skip
 _POINTER_BYTES = 8
 # A value that leads to more than this (a trainer, the whole program) is left alone from there on, and so is a container
@@ -148,18 +154,22 @@ _KINDS: dict[type, _Kind | None] = {
     ),
     Counter: _DICT,
     set: _Kind(
-        open=lambda value: (list(value), None),
+        open=lambda value: (list(set.__iter__(value)), None),
         make=lambda cls, children, context: cls(),
-        fill=lambda value, children, context: value.update(children),
+        fill=lambda value, children, context: set.update(value, children),
     ),
     **dict.fromkeys(
         (frozenset, tuple),
         _Kind(open=lambda value: (list(value), None), make=lambda cls, children, context: cls(children), frozen=True),
     ),
     deque: _Kind(
-        open=lambda value: (list(value), value.maxlen),
-        make=lambda cls, children, maxlen: cls(maxlen=maxlen),
-        fill=lambda value, children, maxlen: value.extend(children),
+        open=lambda value: (list(deque.__iter__(value)), value.maxlen),
+        make=lambda cls, children, context: cls(),
+        fill=deque.__init__,
+    ),
+    types.MappingProxyType: _Kind(
+        open=lambda value: _open_dict(dict(value)),
+        make=lambda cls, children, keys: cls(dict(_items(children, keys))),
     ),
     types.MethodType: _METHOD,
     types.BuiltinFunctionType: _BUILTIN_METHOD,
@@ -194,13 +204,11 @@ def _new_kind(cls: type) -> _Kind | None:
 
 def _object_kind(cls: type) -> _Kind | None:
     """Plain objects of Python classes, also if they are dicts or lists besides."""
-    base = next(
-        (b for b in (OrderedDict, defaultdict, dict, list, types.SimpleNamespace) if issubclass(cls, b)), object
-    )
-    foreign = [b for b in cls.__mro__ if b not in _BASES and b.__module__.partition(".")[0] in _SYSTEM]
+    bases = (OrderedDict, defaultdict, dict, list, deque, set, types.SimpleNamespace)
+    base = next((b for b in bases if issubclass(cls, b)), object)
     slots = frozenset(name for b in cls.__mro__ for name in _slots(b))
     most_bytes = base.__basicsize__ + _POINTER_BYTES * (len(slots) + 2)  # more, and it is written in C
-    if foreign or cls.__basicsize__ > most_bytes or cls.__new__ is not base.__new__:
+    if _is_foreign(cls) or cls.__basicsize__ > most_bytes or cls.__new__ is not base.__new__:
         return None
     if base is object and not slots and not cls.__dictoffset__:  # it holds nothing
         return None
@@ -230,6 +238,29 @@ def _object_kind(cls: type) -> _Kind | None:
             own.fill(value, children[len(names) :], keys)
 
     return _Kind(open=opened, make=lambda cls, children, context: create(cls), fill=fill)
+
+
+def _is_foreign(cls: type) -> bool:
+    """Whether a class is the system's own, or derived from one that is."""
+    return any(
+        base not in _BASES
+        and base.__module__ not in _BASE_MODULES
+        and f"{base.__module__}.{base.__qualname__}" not in _PLAIN
+        and base.__module__.partition(".")[0] in _SYSTEM
+        for base in cls.__mro__
+    )
+
+
+@functools.cache
+def keeps_its_identity(cls: type) -> bool:
+    """Whether objects of a class aren't taken apart and put together, yet have attributes that can be put back: those
+    that make or end themselves in a way of their own (`__new__`, `__del__`), and iterators."""
+    return (
+        _kind_of(cls) is None
+        and not issubclass(cls, (*_OPAQUE, functools.partial))
+        and bool(cls.__dictoffset__)
+        and not _is_foreign(cls)
+    )
 
 
 def _slots(cls: type) -> list[str]:
