@@ -322,8 +322,8 @@ def vit(*, layers: int = 3) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=4,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64, image_size=32,
+        patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
     )  # fmt: skip
     return _vision(ViTForImageClassification(config), 32)
 

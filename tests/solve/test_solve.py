@@ -266,3 +266,19 @@ def test_planner_prints_nothing():
     code = "from profiles import decoder; from reforward._solve import solve; solve(decoder(4), '70%')"
     ran = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, check=True)
     assert ran.stdout + ran.stderr == b""
+
+
+def test_long_chains_of_different_blocks_are_planned_near_the_bound() -> None:
+    """More candidates than a search gets through: the cheapest mix of options, rounded."""
+    calls = [
+        block(i, plain=16 + 8 * (i % 3), seconds=1 + 0.5 * (i % 2), selective={4: 0.6, 8: 0.2}) for i in range(300)
+    ]
+    planner = Planner(step(calls))
+    low = explain_peak(planner.profile, planner.smallest.timeline).peak_bytes
+    for share in (0.7, 0.3):
+        budget = low + int(share * (planner.plain.peak_bytes - low))
+        solution = planner.find(budget, limit_seconds=0.1)
+        assert solution.timeline.peak_bytes <= budget
+        above = planner.above_bound(solution, budget)
+        assert above is not None
+        assert above < 0.02

@@ -43,21 +43,29 @@ def cost_bound(pools: Pools, budget_bytes: int, *, limit_seconds: float = 1.0) -
     Returns:
         The bound; None if it is proven that there is no such plan.
     """
-    return _Relaxation(pools, budget_bytes).least_cost(budget_bytes, limit_seconds)
+    return Relaxation(pools, budget_bytes).least_cost(budget_bytes, limit_seconds)
 
 
 def peak_bound(pools: Pools) -> int:
     """A lower bound on the peak bytes of any plan."""
-    return _Relaxation(pools, pools.trace.profile.static_bytes).least_peak()
+    return Relaxation(pools, pools.trace.profile.static_bytes).least_peak()
 
 
-class _Relaxation:
-    """Columns: what each block may do, as shares that add up to 1; the live bytes before each event; the peak."""
+class Relaxation:
+    """Columns: what each block may do, as shares that add up to 1; the live bytes before each event; the peak.
 
-    def __init__(self, pools: Pools, scale_bytes: int):
+    Args:
+        pools: the profile with its chains.
+        scale_bytes: a size of about the peaks in question.
+        runs: whether blocks may be inside a run; without that it bounds plans of single blocks only.
+    """
+
+    def __init__(self, pools: Pools, scale_bytes: int, *, runs: bool = True):
         self._pools = pools
         self._unit = max(scale_bytes, 1) / _RANGE
-        blocks = [list(_columns(pools, chain, block)) for chain in pools.chains for block in range(len(chain))]
+        self._places = [(i, block) for i, chain in enumerate(pools.chains) for block in range(len(chain))]
+        blocks = [list(_columns(pools, pools.chains[i], block, runs)) for i, block in self._places]
+        self._widths = [len(columns) for columns in blocks]
         self._columns = [column for columns in blocks for column in columns]
         self._live = len(self._columns)
         self._peak = self._live + len(pools.trace.profile.events) + 1
@@ -73,8 +81,7 @@ class _Relaxation:
 
     def least_cost(self, budget_bytes: int, limit_seconds: float) -> float | None:
         """Of any plan within the budget; None if there is none."""
-        self._highs.changeColBounds(self._peak, 0.0, budget_bytes / self._unit)
-        self._minimise({i: column.cost * _RANGE for i, column in enumerate(self._columns)})
+        self._minimise_cost(budget_bytes)
         if self._infeasible():
             return None
         relaxed = self._highs.getInfo().objective_function_value
@@ -88,10 +95,25 @@ class _Relaxation:
             return None
         return self._fixed_cost() + max(relaxed, self._highs.getInfo().mip_dual_bound) / _RANGE
 
+    def cheapest_mix(self, budget_bytes: int) -> dict[tuple[int, int], list[float]] | None:
+        """By chain and block, the share of each option, and of being in a run, at the least cost within the budget;
+        None if there is no such mix."""
+        self._minimise_cost(budget_bytes)
+        if self._infeasible():
+            return None
+        shares = iter(self._highs.getSolution().col_value)
+        return {
+            place: [next(shares) for _ in range(count)] for place, count in zip(self._places, self._widths, strict=True)
+        }
+
     def least_peak(self) -> int:
         """Of any plan."""
         self._minimise({self._peak: 1.0})
         return int(self._highs.getInfo().objective_function_value * self._unit)
+
+    def _minimise_cost(self, budget_bytes: int) -> None:
+        self._highs.changeColBounds(self._peak, 0.0, budget_bytes / self._unit)
+        self._minimise({i: column.cost * _RANGE for i, column in enumerate(self._columns)})
 
     def _infeasible(self) -> bool:
         return self._highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
@@ -140,7 +162,7 @@ class _Relaxation:
         return self._pools.weights(sum(effect.seconds for effect in self._fixed()))
 
 
-def _columns(pools: Pools, chain: Chain, block: int) -> Iterator[_Column]:
+def _columns(pools: Pools, chain: Chain, block: int, runs: bool) -> Iterator[_Column]:
     calls, trace = chain.calls[block], pools.trace
     for option in range(len(chain.costs[block].options)):
         effects: dict[int, Effect] = {}
@@ -150,7 +172,7 @@ def _columns(pools: Pools, chain: Chain, block: int) -> Iterator[_Column]:
         for effect in effects.values():
             work = work.then(effect)
         yield _Column(effects=effects, cost=pools.weights(work.seconds, work.replay_flops))
-    if len(chain) > 1:
+    if runs and len(chain) > 1:
         effects, cost = {}, 0.0
         for number, call in enumerate(calls):
             before = trace.profile.calls[chain.calls[block - 1][number]].output_bytes if block else 0

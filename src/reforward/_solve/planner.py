@@ -17,11 +17,14 @@ from reforward._solve.milp import Choice, choose, placements
 from reforward._solve.options import Allow
 from reforward._solve.peak import explain_peak
 from reforward._solve.pool import Candidate, Pools
+from reforward._solve.rounding import rounded
 from reforward._solve.simulate import Shape, Timeline, run_placements, width
 from reforward._units import format_bytes
 
 #: After that, the best plan so far is taken: only long chains of different blocks come near it.
 LIMIT_SECONDS = 4.0
+_MOST = 10_000  # candidates; with more, no search begins where a plan that is close to the bound is known
+_CLOSE = 0.01  # of what any plan must add
 _NOTHING = 1e-9  # of the plain step's cost
 
 
@@ -78,10 +81,11 @@ class Planner:
         Raises:
             BudgetError: there is none.
         """
-        guess = self.pools.guess(budget_bytes)
-        choice = choose(
-            self.pools, self.pools.pick(budget_bytes), budget_bytes, limit_seconds=limit_seconds, known=guess
-        )
+        guess, candidates = self._guess(budget_bytes), self.pools.pick(budget_bytes)
+        if len(candidates) > _MOST and self._is_close(guess, budget_bytes):
+            nothing = Choice(candidates=None, timeline=None, status="feasible", gap=math.inf, seconds=0.0)
+            return self._solution(guess, nothing, budget_bytes)
+        choice = choose(self.pools, candidates, budget_bytes, limit_seconds=limit_seconds, known=guess)
         # The guess can be faster where the program left out runs that leave a counted stretch.
         known = [one for one in (choice.candidates, guess) if one is not None]
         fitting = [one for one in known if self._simulate(one).peak_bytes <= budget_bytes]
@@ -91,6 +95,23 @@ class Planner:
             raise self._refusal(budget_bytes)
         plan = msgspec.structs.replace(self.smallest.plan, budget_bytes=budget_bytes)
         return replace(self.smallest, plan=plan, status="feasible", gap=math.inf)
+
+    def _guess(self, budget_bytes: int) -> Sequence[Candidate]:
+        """A plan to begin with, which may not fit."""
+        guess = self.pools.guess(budget_bytes)
+        other = rounded(self.pools, budget_bytes) if self.pools.long else None
+        if other is None:
+            return guess
+        fits = self._simulate(guess).peak_bytes <= budget_bytes
+        return min(guess, other, key=self._cost) if fits else other
+
+    def _is_close(self, chosen: Sequence[Candidate], budget_bytes: int) -> bool:
+        """Whether a plan fits and is so near to what any plan must add that a search isn't worth its time."""
+        if self._simulate(chosen).peak_bytes > budget_bytes:
+            return False
+        bound = cost_bound(self.pools, budget_bytes)
+        least = 0.0 if bound is None else bound - self.pools.weights(self.plain.seconds)
+        return self._cost(chosen) - self.pools.weights(self.plain.seconds) <= (1 + _CLOSE) * least
 
     def above_bound(self, solution: Solution, budget_bytes: int) -> float | None:
         """How far what a plan adds to the plain step is from what any plan within the budget must add.

@@ -16,6 +16,9 @@ from reforward._solve.options import Allow, Contents, Way, Weights, chains
 from reforward._solve.simulate import FULL, Effect, Placement, Shape, Trace, gap_effect, placement_effects, width
 
 _NEAR = 3  # plans taken on each side of a budget
+# Blocks; in longer chains a run is offered only where it lies a whole number of its lengths from where it was found:
+# everywhere, it would be tens of thousands of candidates, more than the solver gets through in its time.
+_LONG = 200
 _SPREAD = 6  # plans taken over the range of budgets, where several chains share one
 
 
@@ -41,6 +44,11 @@ class Pools:
         self.chains = chains(self.trace)
         self._contents = [Contents(chain, self.weights, allow) for chain in self.chains]
         self._ways = [self._whole(contents) for contents in self._contents]
+
+    @property
+    def long(self) -> bool:
+        """Whether a chain is so long that not every candidate is offered everywhere."""
+        return any(len(chain) > _LONG for chain in self.chains)
 
     def pick(self, budget_bytes: int) -> list[Candidate]:
         """Candidates for a budget, without repetition, in a fixed order."""
@@ -114,4 +122,8 @@ def _offers(contents: Contents, index: int, start: int, shape: tuple[Shape, ...]
 
 
 def _everywhere(contents: Contents, index: int, start: int, shape: Shape) -> list[Candidate]:
-    return [Candidate(chain=index, start=at, shape=shape) for at in contents.alike(start, width(shape))]
+    length = width(shape)
+    starts = contents.alike(start, length)
+    if len(contents.chain) > _LONG:
+        starts = [at for at in starts if (at - start) % length == 0]
+    return [Candidate(chain=index, start=at, shape=shape) for at in starts]
