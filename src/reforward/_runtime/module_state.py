@@ -204,9 +204,8 @@ class ModuleState:
             self.functions.append(leaf)
         elif issubclass(kind, nn.Module):
             inside = _torch.submodules(leaf)
-            if leaf not in self._known and not (
-                self.modules and self.modules[0] in inside
-            ):  # not one that the block is a part of
+            is_around = self.modules and self.modules[0] in inside  # the block is a part of it
+            if leaf not in self._known and not is_around:
                 self.modules += [m for m in inside if m not in self._known]
                 self._known.update(inside)
         elif kind not in IMMUTABLE:
