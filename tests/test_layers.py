@@ -22,6 +22,7 @@ LAYOUT = [
     "_options",
     "_solve",
     "_blocks",
+    "_heads",
     "_techniques",
     "_runtime",
     "_measure",

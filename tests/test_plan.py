@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reforward._errors import InputError, PlanError
-from reforward._plan import FORMAT, Plan, Region, Run, leaves
+from reforward._plan import FORMAT, Head, Plan, Region, Run, leaves
 from reforward._policy import FAMILIES, Modules, Ops, Recompute, Save, selectors
 
 EXAMPLE = Plan(
@@ -51,7 +51,7 @@ def plans(draw: st.DrawFn) -> Plan:
         nodes=tuple(draw(st.lists(nodes, max_size=4))),
         model_type=draw(st.none() | patterns),
         when=draw(st.sampled_from(["grad", "training"])),
-        exactness=draw(st.sampled_from(["bitwise", "rounding"])),
+        head=draw(st.none() | st.builds(Head, path=st.just("head"), chunks=st.integers(1, 64), module_type=patterns)),
         budget_bytes=draw(numbers),
         predicted_peak_bytes=draw(numbers),
         predicted_seconds=draw(seconds),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reforward._errors import AttachError as AttachError
     from reforward._errors import BudgetError as BudgetError
     from reforward._errors import DryRunError as DryRunError
+    from reforward._errors import HeadError as HeadError
     from reforward._errors import InputError as InputError
     from reforward._errors import MutationError as MutationError
     from reforward._errors import PatternError as PatternError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from reforward._frontier import frontier as frontier
     from reforward._measure import Measurement as Measurement
     from reforward._measure import measure as measure
+    from reforward._plan import Head as Head
     from reforward._plan import Plan as Plan
     from reforward._plan import Region as Region
     from reforward._plan import Run as Run
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from reforward._solve import Allow as Allow
     from reforward._solve import solve as solve
     from reforward._step import Step as Step
+    from reforward._techniques import chunked_head as chunked_head
     from reforward._techniques import every as every
     from reforward._techniques import full as full
     from reforward._techniques import none as none
@@ -61,20 +64,20 @@ if TYPE_CHECKING:
 _HOME = {
     "_blocks": ("Block", "find_blocks"),
     "_errors": (
-        "AttachError", "BudgetError", "DryRunError", "InputError", "MutationError", "PatternError", "PlanError",
-        "ReforwardError", "ReplayError", "ReplayMismatchError", "StepError",
+        "AttachError", "BudgetError", "DryRunError", "HeadError", "InputError", "MutationError", "PatternError",
+        "PlanError", "ReforwardError", "ReplayError", "ReplayMismatchError", "StepError",
     ),
     "_fit": ("FitReport", "explain", "fit", "fit_report"),
     "_frontier": ("Frontier", "frontier"),
     "_measure": ("Measurement", "measure"),
-    "_plan": ("Plan", "Region", "Run"),
+    "_plan": ("Head", "Plan", "Region", "Run"),
     "_policy": ("Device", "Modules", "Ops", "Recompute", "Save"),
     "_profile": ("profile",),
     "_profile_type": ("Profile",),
     "_runtime": ("attach", "attached", "checkpoint", "detach", "is_replaying", "suspended"),
     "_solve": ("Allow", "solve"),
     "_step": ("Step",),
-    "_techniques": ("every", "full", "none", "segments", "selective"),
+    "_techniques": ("chunked_head", "every", "full", "none", "segments", "selective"),
     "_verify": ("Proof", "verify"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

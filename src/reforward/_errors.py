@@ -10,6 +10,7 @@
     ├── ReplayError (also RuntimeError)   a replay can't be exact: refused, never silently wrong
     │   ├── ReplayMismatchError           the replay computed other values than the forward did
     │   └── MutationError                 a tensor the replay needs was changed in place
+    ├── HeadError (also RuntimeError)     something is asked of a chunked loss head that it can't do
     └── DryRunError                       the step can't be traced
 
 `ReplayError` is a RuntimeError, as autograd's own refusals are, so code that expects those goes on working.
@@ -66,6 +67,10 @@ class ReplayMismatchError(ReplayError):
 
 class MutationError(ReplayError):
     """A tensor that the replay needs was changed in place."""
+
+
+class HeadError(ReforwardError, RuntimeError):
+    """Something is asked of a chunked loss head, or of its logits, that it can't do."""
 
 
 class DryRunError(ReforwardError):

@@ -71,6 +71,25 @@ class Run(Data, frozen=True, kw_only=True, tag="run", tag_field="is"):
 Node = Region | Run
 
 
+class Head(Data, frozen=True, kw_only=True):
+    """A loss head in chunks: projection and cross-entropy, so many parts of the rows one after another.
+
+    Attributes:
+        path: canonical path of the projection, an `nn.Linear`.
+        chunks: in how many parts the rows (tokens) are taken, at least 1.
+        module_type: class name of the module the plan was made for, checked on attach; None: any.
+    """
+
+    path: str
+    chunks: int
+    module_type: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunks < 1:
+            raise PlanError(f"head {self.path!r}: chunks must be at least 1, not {self.chunks}")
+
+
 def leaves(node: Node) -> Iterator[Region]:
     """The regions of a node, in the order of their calls."""
     if isinstance(node, Region):
@@ -106,10 +125,12 @@ class Plan(Data, frozen=True, kw_only=True):
 
     Attributes:
         nodes: top-level regions and runs, in the order of their calls.
+        head: the loss head, if it is done in chunks.
         model_type: class name of the model the plan was made for.
         when: "grad": blocks act whenever gradients are wanted; "training": only while the block is in training mode.
-        exactness: "bitwise": loss, gradients, buffers and random streams as in the plain step; "rounding": equal to
-            rounding.
+        exactness: "bitwise": loss, gradients, buffers and random streams as in the plain step; "rounding": loss and
+            gradients are equal to rounding, the others as in the plain step. It follows from the head and needn't be
+            given: in chunks, sums over rows have another order.
         budget_bytes: the budget that the plan was made for, if any.
         predicted_peak_bytes: predicted peak of the whole step on the device, if it was profiled.
         predicted_seconds: predicted duration of the step, if it was profiled.
@@ -117,6 +138,7 @@ class Plan(Data, frozen=True, kw_only=True):
     """
 
     nodes: tuple[Node, ...]
+    head: Head | None = None
     model_type: str | None = None
     when: When = "grad"
     exactness: Exactness = "bitwise"
@@ -131,6 +153,19 @@ class Plan(Data, frozen=True, kw_only=True):
         super().__post_init__()
         if twice := _repeated(region.path for region in self.regions()):
             raise PlanError(f"block {twice!r} stands in two nodes of the plan; name it once")
+        if self.head is not None:
+            msgspec.structs.force_setattr(self, "exactness", "rounding")
+            self._check_head(self.head.path)
+        elif self.exactness != "bitwise":
+            raise PlanError("only a plan with a chunked head is equal to rounding; leave exactness out")
+
+    def _check_head(self, path: str) -> None:
+        for region in self.regions():
+            if path == region.path or path in _parents(region.path) or region.path in _parents(path):
+                raise PlanError(
+                    f"the head {path!r} and the block {region.path!r} lie in one another, so the head can't be computed"
+                    " in chunks; drop one of them"
+                )
 
     def regions(self) -> list[Region]:
         """Every region of the plan, in the order of the calls."""
@@ -178,8 +213,9 @@ class Plan(Data, frozen=True, kw_only=True):
         return plan
 
     def digest(self) -> str:
-        """A short hash of the nodes and `when`: equal for plans that run the same."""
-        return hashlib.sha256(_ENCODER.encode([self.nodes, self.when])).hexdigest()[:16]
+        """A short hash of the nodes, the head and `when`: equal for plans that run the same."""
+        what = [self.nodes, self.when, *([self.head] if self.head else [])]
+        return hashlib.sha256(_ENCODER.encode(what)).hexdigest()[:16]
 
 
 def _check_path(path: object, what: str) -> None:

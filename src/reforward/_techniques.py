@@ -4,6 +4,7 @@
     full(), every(n)                  Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174
     segments(k | "sqrt", nested=m)    the same paper: runs of about √n blocks, and its recursion
     selective(save=… | recompute=…)   Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198
+    chunked_head(chunks)              Hsu et al., Liger Kernel, arXiv:2410.10989: the loss head a part at a time
 
 They are rules of thumb, blind to bytes and seconds; `solve` is not.
 """
@@ -17,12 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import msgspec
 from torch import nn
 
 from reforward import _patterns
 from reforward._blocks import Block, check_model, find_blocks, modules_by_path
 from reforward._errors import InputError, PlanError
-from reforward._plan import Node, Plan, Region, Run, When, leaves
+from reforward._heads import check_head, find_head
+from reforward._plan import Head, Node, Plan, Region, Run, When, leaves
 from reforward._policy import FAMILIES, Device, Modules, Ops, Place, Policy, Recompute, Save, Selector, selectors
 from reforward._units import check_count
 
@@ -150,6 +153,54 @@ class SelectiveModules(Technique):
         return tuple(_module_region(path, modules, self.policy) for path in paths)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkedHead(Technique):
+    """The loss head in chunks, and a technique for the blocks.
+
+    Attributes:
+        chunks: in how many parts the rows are taken.
+        head: path of the head; None: it is found.
+        blocks: what the blocks do; `when` is that of this technique.
+    """
+
+    chunks: int
+    head: str | None
+    blocks: Technique
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_count("chunks", self.chunks)
+        if self.head is not None and not isinstance(self.head, str):
+            raise InputError(f"head is the path of a linear layer, such as 'lm_head', not {self.head!r}")
+        if not isinstance(self.blocks, Technique) or isinstance(self.blocks, ChunkedHead):
+            raise InputError(
+                f"blocks is a technique for the blocks, such as full() or selective(save='matmul'), not {self.blocks!r}"
+            )
+
+    def resolve(self, model: nn.Module, blocks: Sequence[Block] | None = None) -> Plan:
+        plan = self.blocks.resolve(model, blocks)
+        plan = msgspec.structs.replace(plan, head=resolve_head(model, self.chunks, path=self.head, blocks=blocks))
+        check_plan(plan, model)
+        return plan
+
+    def _nodes(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[Node, ...]:
+        return self.blocks._nodes(model, blocks)
+
+
+def resolve_head(
+    model: nn.Module, chunks: int, *, path: str | None = None, blocks: Sequence[Block] | None = None
+) -> Head:
+    """The head of a model in so many chunks, found if it isn't named.
+
+    Raises:
+        InputError: it isn't clear which it is, or it can't be done in chunks.
+        PatternError: the model has no module of that name.
+    """
+    if path is None:
+        path = find_head(model, find_blocks(model) if blocks is None else blocks)
+    return Head(path=path, chunks=chunks, module_type=type(check_head(model, path)).__name__)
+
+
 def none() -> Technique:
     """Nothing is recomputed: the plain step."""
     return Plain()
@@ -219,6 +270,25 @@ def selective(
     return Every(n=1, policy=Recompute(save=_other_families(chosen), at=at), when=when)
 
 
+def chunked_head(*, chunks: int = 16, head: str | None = None, blocks: Technique | None = None) -> Technique:
+    """The projection to the vocabulary and the cross-entropy are done together, a part of the rows (tokens) at a time.
+
+    The logits of one part live at a time, and gradients are made while they are there. Loss and gradients equal the
+    plain step's to rounding (`Plan.exactness == "rounding"`), as sums over rows have another order.
+
+    Args:
+        chunks: in how many parts, at least 1.
+        head: path of the projection, an `nn.Linear`; None: what `get_output_embeddings()` gives, else the linear layer
+            outside of all blocks with most outputs.
+        blocks: what the blocks do; None saves everything.
+
+    Raises:
+        InputError: a value of another type, or fewer than one chunk.
+    """
+    blocks = none() if blocks is None else blocks
+    return ChunkedHead(chunks=chunks, head=head, blocks=blocks, when=getattr(blocks, "when", "grad"))
+
+
 def resolve_plan(model: nn.Module, what: Plan | Technique | Policy | Mapping[str, Policy]) -> Plan:
     """The plan for a model from whatever a user attaches, checked against the model.
 
@@ -275,13 +345,15 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     """Refuses a plan that was made for another model.
 
     Raises:
-        PlanError: the model is of another class; a region's path is unknown, is of another class, or is a list of
-            modules, which is never called; a run's members aren't in the order of their calls.
+        PlanError: the model is of another class; a region's or the head's path is unknown, is of another class, or is
+            a list of modules, which is never called; a run's members aren't in the order of their calls.
+        InputError: the head isn't a plain linear layer.
         PatternError: a pattern of a `Recompute(save=...)` matches nothing in the regions that have it.
     """
     check_model(model)
     modules = modules_by_path(model)
-    faults = [fault for region in plan.regions() if (fault := _fault(region, modules)) is not None]
+    places = [*plan.regions(), *([plan.head] if plan.head else [])]
+    faults = [fault for place in places if (fault := _fault(place, modules)) is not None]
     if faults or not _is_a(_unwrapped(modules), plan.model_type):
         shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         raise PlanError(
@@ -289,12 +361,14 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
             + (f": {shown}" if shown else "")
             + ". Make one for this model"
         )
+    if plan.head is not None:
+        check_head(model, plan.head.path)
     for node in plan.nodes:
         _check_order(node, modules)
     _check_save_patterns(plan, list(modules))
 
 
-def _fault(region: Region, modules: Mapping[str, nn.Module]) -> str | None:
+def _fault(region: Region | Head, modules: Mapping[str, nn.Module]) -> str | None:
     module = modules.get(region.path)
     if module is None:
         return f"it has no module {region.path!r}"

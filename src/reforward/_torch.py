@@ -497,3 +497,32 @@ def any_compiled(modules: Sequence[nn.Module]) -> bool:
     Checked on 2.13.0: `Module.compile` leaves its result here.
     """
     return any(module._compiled_call_impl is not None for module in modules)
+
+
+def without_memory(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a subclass with shape, type and device, and no memory.
+
+    Checked on 2.13.0: DTensor is made this way.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is there; FSDP2 frees that of parameters, which stay where they are."""
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether another one through the same graph may follow (`retain_graph=True`).
+
+    Checked on 2.13.0: torch's own AOTAutograd decides by it whether it may free what was saved.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def reading_logits() -> Any:
+    """A context in which a tensor subclass isn't asked, so that its own shape and type can be read.
+
+    Checked on 2.13.0: what `torch.Tensor.__torch_function__` itself uses.
+    """
+    return torch._C.DisableTorchFunctionSubclass()

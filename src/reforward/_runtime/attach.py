@@ -23,8 +23,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from reforward import _patterns, _torch
 from reforward._blocks import check_model, modules_by_path
 from reforward._errors import AttachError, InputError, PlanError, ReplayError
-from reforward._plan import Node, Plan, Region, Run, leaves
+from reforward._heads import check_head
+from reforward._plan import Head, Node, Plan, Region, Run, leaves
 from reforward._policy import Recompute
+from reforward._runtime import head as heads
 from reforward._runtime.call import Arguments, new_call
 from reforward._runtime.current import current
 from reforward._runtime.fingerprint import Check
@@ -220,6 +222,50 @@ class SubmoduleForward(_Forward):
         return function(*args, **kwargs)
 
 
+class HeadForward(_Forward):
+    """The forward of a loss head that the plan does in chunks.
+
+    Args:
+        head: what the plan says.
+        attachment: shared with all blocks of the model.
+    """
+
+    def __init__(self, module: nn.Linear, head: Head, attachment: Attachment):
+        super().__init__(module, head.path)
+        self.chunks = head.chunks
+        self.attachment = attachment
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._in_compiler(input)
+        if not self._applies():
+            return self.plain(input)
+        module = self.module
+        logits = heads.logits(self.path, input, module.weight, module.bias, self.chunks, self.attachment.warned)
+        return self.plain(input) if logits is None else logits
+
+    def _applies(self) -> bool:
+        attachment = self.attachment
+        if not attachment.active or _torch.in_transform() or torch.jit.is_tracing():
+            return False
+        if attachment.plan.when == "training" and not self.module.training:
+            return False
+        return torch.is_grad_enabled() or heads.is_watched()
+
+    def _in_compiler(self, input: torch.Tensor) -> torch.Tensor:
+        if self.attachment.active and not torch.compiler.is_exporting():
+            raise compiled_head_error(self.path)
+        return self.plain(input)
+
+
+def compiled_head_error(path: str) -> AttachError:
+    """Of a head in compiled code."""
+    return AttachError(
+        f"the head {path!r} is compiled, and a loss in chunks can't be: leave the head out of the plan, or compile the"
+        " blocks alone (for block in model.layers: block.compile())"
+    )
+
+
 class _TakenOver:
     """In place of a layer's `gradient_checkpointing = True` (Transformers' flag) while a plan is on: off, and known
     to have been on."""
@@ -251,11 +297,13 @@ def attach(model: nn.Module, what: Any, *, check: Checked = "first") -> Plan:
     plan = resolve_plan(model, what)
     by_path = modules_by_path(model)
     forwards = _targets(plan, by_path)
-    _check_attachable(model, {path: by_path[path] for path in forwards})
+    _check_attachable(model, {path: by_path[path] for path in [*forwards, *([plan.head.path] if plan.head else [])]})
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
         from reforward._runtime import compiled
 
         compiled.check_compiled(model, plan, check)
+        if plan.head is not None and compiled.is_compiled(model, plan.head.path):
+            raise compiled_head_error(plan.head.path)
     detach(model)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:
@@ -266,6 +314,9 @@ def attach(model: nn.Module, what: Any, *, check: Checked = "first") -> Plan:
         module.forward = (
             SubmoduleForward(module, path) if node is None else RegionForward(module, path, node, attachment)
         )
+    if plan.head is not None:
+        module = check_head(model, plan.head.path)
+        module.forward = HeadForward(module, plan.head, attachment)
     return plan
 
 
@@ -323,7 +374,7 @@ def _attachments(model: nn.Module) -> list[Attachment]:
     found: dict[int, Attachment] = {}
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, RegionForward):
+        if isinstance(forward, (RegionForward, HeadForward)):
             found[id(forward.attachment)] = forward.attachment
     return list(found.values())
 

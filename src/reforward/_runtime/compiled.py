@@ -320,7 +320,7 @@ def check_compiled(model: nn.Module, plan: Plan, check: str) -> None:
     Raises:
         AttachError: a block that is compiled belongs to a run, say.
     """
-    compiled = {_patterns.canonical(name) for name, module in model.named_modules() if _is_compiled(module)}
+    compiled = _compiled_paths(model)
     if not compiled:
         return
     paths = [_patterns.canonical(name) for name, _ in model.named_modules()]
@@ -332,6 +332,15 @@ def check_compiled(model: nn.Module, plan: Plan, check: str) -> None:
             elif isinstance(leaf.policy, Recompute):
                 inside = sorted(path for path in compiled if _patterns.is_within(path, leaf.path))
                 _warn_of_unseen(leaf.path, leaf.policy.save, inside, paths)
+
+
+def is_compiled(model: nn.Module, path: str) -> bool:
+    """Whether the module of that path, or one around it, is compiled."""
+    return any(_is_within(path, outer) for outer in _compiled_paths(model))
+
+
+def _compiled_paths(model: nn.Module) -> set[str]:
+    return {_patterns.canonical(name) for name, module in model.named_modules() if _is_compiled(module)}
 
 
 def _warn_of_unseen(path: str, save: Iterable[Selector], compiled: list[str], paths: list[str]) -> None:
