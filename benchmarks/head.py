@@ -102,14 +102,14 @@ def main() -> None:
             )
             for name in runs
         ]
+    sizes = f"vocabulary {options.vocabulary}, width {options.width}, {options.tokens} tokens"
     show(
-        f"Loss head, vocabulary {options.vocabulary}, width {options.width}, {options.tokens} tokens, {options.rounds}"
-        f" rounds; target at 16 chunks: peak falls {LEAST_FALL[True]} × with the weight's gradient, {LEAST_FALL[False]} ×"
-        f" without, time {MOST_TIME}",
+        f"Loss head, {sizes}, {options.rounds} rounds; target at 16 chunks: peak falls {LEAST_FALL[True]} × with the"
+        f" weight's gradient, {LEAST_FALL[False]} × without, at {MOST_TIME} × the time",
         ["", "weight's gradient", "peak, MiB", "falls", "time, minimum", "time, median", "to plain", "target"],
         [
-            [row.contender, "yes" if row.weight_gradient else "no", f"{row.peak_bytes / 2**20:.1f}", f"{row.fall:.2f} ×",
-             f"{row.minimum:.2f} s", f"{row.median:.2f} s", f"{row.time_ratio:.3f}",
+            [row.contender, "yes" if row.weight_gradient else "no", f"{row.peak_bytes / 2**20:.1f}",
+             f"{row.fall:.2f} ×", f"{row.minimum:.2f} s", f"{row.median:.2f} s", f"{row.time_ratio:.3f}",
              "" if row.contender != "16 chunks" else
              "met" if row.fall >= LEAST_FALL[row.weight_gradient] and row.time_ratio <= MOST_TIME else "missed"]
             for row in rows

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
@@ -41,6 +41,7 @@ def fit(
     options: Options = _EMBEDDED,
     *,
     budget: str = "60%",
+    allow: Literal["chunked_head"] | None = None,
     steps: Annotated[int, Parameter(validator=Number(gte=0))] = 8,
     out: Path = Path("reforward-out"),
     json: Json = False,
@@ -51,6 +52,8 @@ def fit(
     ----------
     budget
         Peak bytes of the step: `6GiB`, `900MB`, `60%` (of the plain step's peak) or `60%device`.
+    allow
+        `chunked_head`: the loss head may be done in chunks, equal to rounding instead of bit for bit.
     steps
         Optimizer steps to take under the plan.
     out
@@ -71,7 +74,7 @@ def fit(
         loaded = load(options)
         training = train(loaded.step, steps, loaded.batches)
         with running(loaded):
-            report = fit_report(loaded.model, loaded.step, budget, progress=screen.progress)
+            report = fit_report(loaded.model, loaded.step, budget, allow=allow, progress=screen.progress)
         screen.show(tables.fit_tables(report))
         taken = []
         if not report.proof.differences:

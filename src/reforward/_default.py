@@ -111,6 +111,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False, device="meta")  # draws no random numbers
+        self.head.weight = self.embedding.weight
         self._initialise(config.layers)
 
     def _initialise(self, layers: int) -> None:
@@ -128,7 +130,7 @@ class GPT(nn.Module):
         x = self.dropout(self.embedding(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.head(self.norm(x))
 
 
 class DefaultRun(NamedTuple):

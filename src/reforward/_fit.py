@@ -5,29 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import msgspec
 import torch
 from torch import nn
 
 from reforward._blocks import Block, check_model, find_blocks
-from reforward._errors import BudgetError, InputError, ReplayMismatchError
+from reforward._errors import BudgetError, DryRunError, HeadError, InputError, ReplayMismatchError
 from reforward._frontier import FrontierPoint, frontier_points
 from reforward._measure import Measurement, measure
 from reforward._measure.measure import device_of
 from reforward._measure.measurement import Breakdown
 from reforward._measure.room import total_bytes, usable_bytes
 from reforward._plan import Plan
-from reforward._profile import DryRun, Profiled, dry_run, profile_step
+from reforward._profile import DryRun, Profiled, dry_run, head_losses, profile_step, with_heads
 from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
-from reforward._solve import Planner, Solution, explain_peak
+from reforward._solve import Allow, HeadPlanner, Planner, Solution, explain_peak, planner_of
 from reforward._step import Step
-from reforward._techniques import check_blocks, none, type_name
+from reforward._techniques import check_blocks, none, resolve_head, type_name
 from reforward._units import format_bytes, parse_bytes, parse_share
-from reforward._verify import Proof, verify_regions, verify_step
+from reforward._verify import Proof, merged_proof, verify_head, verify_regions, verify_step
 
 Progress = Callable[[str, float], None]
+#: What may be done beside what is exact bit for bit.
+Permission = Literal["chunked_head"]
 
 # Rounds of planning: the solver adds up blocks, the dry run and the measurement see the step as a whole.
 _ROUNDS = 10
@@ -84,6 +87,7 @@ def fit(
     step: Step | Callable[[], torch.Tensor],
     budget: str | int | float,
     *,
+    allow: Permission | None = None,
     blocks: Sequence[Block] | None = None,
 ) -> Plan:
     """Fits a training step into a memory budget: finds the fastest plan that fits, proves it and puts it on the model.
@@ -97,21 +101,24 @@ def fit(
             budget for each.
         budget: peak bytes of the whole step on the device, optimizer included: `"20GiB"`, a number, `"60%"` of the
             plain step's predicted peak, or `"60%device"` of the memory that the device has for this process.
+        allow: `"chunked_head"`: the plan may also do the loss head in chunks, which makes loss and gradients equal to
+            rounding (`Plan.exactness`); None: only what is exact bit for bit.
         blocks: the units of recomputation, as `find_blocks` gives them; None finds them.
 
     Returns:
         The plan, attached, with its predictions.
 
     Raises:
-        BudgetError: no plan fits; the message gives the smallest budget that can be met and what holds it up.
-        InputError, StepError, AttachError, DryRunError: the budget, step or model can't be used; the model is
-            untouched.
+        BudgetError: no plan fits; the message gives the smallest budget that can be met and what holds it up, and says
+            so if `allow="chunked_head"` would make it fit.
+        InputError, StepError, AttachError, DryRunError: the budget, step or model can't be used, or a chunked head is
+            allowed and there is none; the model is untouched.
         ReplayError: a block can't be recomputed exactly.
     """
     step = Step.of(step)
-    search = _Search(model, step, budget, blocks, tell=lambda text, share: None)
+    search = _Search(model, step, budget, blocks, allow, tell=lambda text, share: None)
     found = search.run(repeats=1)
-    _refuse_differences(_prove_regions(model, step, found.plan, search.profiled))
+    _refuse_differences(_prove_parts(model, step, found.plan, search.profiled))
     return attach(model, found.plan)
 
 
@@ -120,6 +127,7 @@ def fit_report(
     step: Step | Callable[[], torch.Tensor],
     budget: str | int | float,
     *,
+    allow: Permission | None = None,
     blocks: Sequence[Block] | None = None,
     progress: Progress | None = None,
 ) -> FitReport:
@@ -133,7 +141,7 @@ def fit_report(
     """
     step = Step.of(step)
     tell = progress or (lambda text, share: None)
-    search = _Search(model, step, budget, blocks, tell)
+    search = _Search(model, step, budget, blocks, allow, tell)
     found = search.run(repeats=3)
     profiled, planner = search.profiled, search.planner
     measured_plain = None
@@ -145,7 +153,7 @@ def fit_report(
         proof = verify_step(model, step, found.plan)
     else:
         tell("proving", 0.85)
-        proof = _prove_regions(model, step, found.plan, profiled)
+        proof = _prove_parts(model, step, found.plan, profiled)
     tell("drawing the frontier", 0.95)
     return FitReport(
         plan=found.plan,
@@ -217,28 +225,72 @@ class _Search:
         step: Step,
         budget: str | int | float,
         blocks: Sequence[Block] | None,
+        allow: Permission | None,
         tell: Progress,
     ):
         self._model = model
         self._step = step
         self._tell = tell
+        self._allow = allow
         check_model(model)
         share = _checked(budget)
+        if allow is not None and allow not in get_args(Permission):
+            raise InputError(f"allow must be {' or '.join(map(repr, get_args(Permission)))}, not {allow!r}")
         self._device = device_of(model)
+        if allow is not None:
+            resolve_head(model, 1, blocks=blocks)  # what can't be done is refused before any work
         self.profiled: Profiled = profile_step(
             model, step, blocks=blocks, progress=lambda text, part: tell(text, 0.4 * part)
         )
-        self.planner = Planner(self.profiled.profile)
+        self.planner: Planner | HeadPlanner = Planner(self.profiled.profile)
         self.budget_bytes = self._bytes_of(budget, share)
+        if allow is not None:
+            self._profile_heads()
 
     def run(self, *, repeats: int) -> _Found:
+        """Searches a plan.
+
+        Args:
+            repeats: how many steps are timed.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        try:
+            return self._search(repeats)
+        except BudgetError as error:
+            if self._allow is not None:
+                raise
+            raise self._with_advice(error) from None
+
+    def _profile_heads(self) -> None:
+        self.profiled = with_heads(
+            self._model, self._step, self.profiled, progress=lambda text, part: self._tell(text, 0.4)
+        )
+        self.planner = planner_of(self.profiled.profile, Allow(chunked_head=True))
+
+    def _with_advice(self, error: BudgetError) -> BudgetError:
+        """The refusal; it says so if a chunked head would make the budget fit, which is tried."""
+        try:
+            self._profile_heads()
+            found = self._search(1)
+        except (BudgetError, InputError, HeadError, DryRunError):  # no head, or it doesn't help
+            return error
+        if found.plan.head is None:
+            return error
+        peak = found.measured.peak_bytes
+        advice = (
+            f' allow="chunked_head" (--allow chunked_head) would make it fit: with the loss head in'
+            f" {found.plan.head.chunks} chunks the peak is {format_bytes(peak)} ({peak} bytes, as measured), and loss"
+            " and gradients are equal to rounding."
+        )
+        return BudgetError(f"{error}{advice}", budget_bytes=error.budget_bytes, smallest_bytes=error.smallest_bytes)
+
+    def _search(self, repeats: int) -> _Found:
         """Plans, and plans again for less while the step takes more than the solver thought.
 
         The solver adds up blocks; the dry run and the measurement see the step as a whole. The plan with the smallest
         peak is tried last.
-
-        Args:
-            repeats: how many steps are timed.
         """
         target = self.budget_bytes
         for left in reversed(range(_ROUNDS)):
@@ -251,7 +303,7 @@ class _Search:
                 if measured.peak_bytes <= self.budget_bytes:
                     plan = self._finished(solution.plan, peak)
                     return _Found(solution=solution, plan=plan, dry_peak_bytes=peak, measured=measured)
-            if solution.plan.nodes == self.planner.smallest.plan.nodes:
+            if solution.plan.digest() == self.planner.smallest.plan.digest():
                 raise self._refusal(peak, measured)
             target -= (measured.peak_bytes if measured else peak) - self.budget_bytes
         raise AssertionError("unreachable")
@@ -338,23 +390,20 @@ def _breakdown(run: DryRun) -> Breakdown:
     )
 
 
-def _prove_regions(model: nn.Module, step: Step, plan: Plan, profiled: Profiled) -> Proof:
-    """The proof region by region, for every batch."""
+def _prove_parts(model: nn.Module, step: Step, plan: Plan, profiled: Profiled) -> Proof:
+    """The proof region by region, and that of the head, for every batch."""
     proofs = [verify_regions(model, step, plan, calls, variant) for variant, calls in enumerate(profiled.calls)]
-    return Proof(
-        scope="region by region",
-        losses=sum(proof.losses for proof in proofs),
-        gradients=sum(proof.gradients for proof in proofs),
-        buffers=sum(proof.buffers for proof in proofs),
-        rng_states=sum(proof.rng_states for proof in proofs),
-        differences=tuple(difference for proof in proofs for difference in proof.differences),
-    )
+    if plan.head is not None:
+        for variant in range(step.variants):
+            losses = head_losses(model, step, plan.head, profiled, variant)
+            proofs += [verify_head(model, plan, loss) for loss in losses]
+    return merged_proof(proofs)
 
 
 def _refuse_differences(proof: Proof) -> None:
     if proof.differences:
         raise ReplayMismatchError(
             f"the plan would change the results of this model: {', '.join(proof.differences[:3])} differ when their"
-            " region is computed again. Does the block give the same twice, run plainly? If it does, leave it out of"
-            " `blocks` and report it"
+            " region is computed again, or the head in chunks. Does the block give the same twice, run plainly? If it"
+            " does, leave it out of `blocks` and report it"
         )

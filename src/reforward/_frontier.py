@@ -14,7 +14,7 @@ from reforward._measure import Measurement, measure
 from reforward._plan import Plan
 from reforward._profile import Profiled, profile_step
 from reforward._runtime import attached
-from reforward._solve import Planner, simulate, trace_frontier
+from reforward._solve import HeadPlanner, Planner, simulate, trace_frontier
 from reforward._step import Step
 from reforward._techniques import Technique, every, full, segments
 from reforward._units import check_count
@@ -116,7 +116,7 @@ def frontier(
     )
 
 
-def frontier_points(planner: Planner, points: int) -> tuple[FrontierPoint, ...]:
+def frontier_points(planner: Planner | HeadPlanner, points: int) -> tuple[FrontierPoint, ...]:
     """The curve of a profile that is there already."""
     return tuple(
         FrontierPoint(

@@ -13,8 +13,8 @@ _WAY_OUT = "name one with chunked_head(head=...), or leave the head out of the p
 
 
 def find_head(model: nn.Module, blocks: Sequence[Block] = ()) -> str:
-    """The canonical path of the head: what `get_output_embeddings()` gives (Transformers), else the linear layer outside
-    of all blocks with most outputs.
+    """The canonical path of the head: what `get_output_embeddings()` gives (Transformers), else the linear layer with
+    most outputs outside of all blocks.
 
     Raises:
         InputError: there is none, or several are as wide.
@@ -28,15 +28,17 @@ def find_head(model: nn.Module, blocks: Sequence[Block] = ()) -> str:
         path = next((path for path, module in modules.items() if module is named), None)
         if path is None or path not in linear:
             raise InputError(
-                f"the output layer of {type(model).__name__} is a {type(named).__name__}, not an nn.Linear of the model,"
-                f" so its loss can't be computed in chunks; {_WAY_OUT}"
+                f"the output layer of {type(model).__name__} is a {type(named).__name__}, not an nn.Linear of its"
+                f" own, so its loss can't be computed in chunks; {_WAY_OUT}"
             )
         return path
     outside = {p: m for p, m in linear.items() if not any(f"{p}.".startswith(f"{block.path}.") for block in blocks)}
     widest = max((module.out_features for module in outside.values()), default=0)
     found = [path for path, module in outside.items() if module.out_features == widest]
     if len(found) != 1:
-        what = f"several heads as wide ({', '.join(map(repr, found[:4]))})" if found else "no nn.Linear outside its blocks"
+        what = (
+            f"several heads as wide ({', '.join(map(repr, found[:4]))})" if found else "no nn.Linear outside its blocks"
+        )
         raise InputError(
             f"{type(model).__name__} has {what}, so it isn't clear what its loss head is; {_WAY_OUT}. A product with a"
             " weight that no nn.Linear holds (F.linear(x, embedding.weight)) can't be done in chunks"
@@ -57,7 +59,7 @@ def check_head(model: nn.Module, path: str) -> nn.Linear:
         raise PatternError(f"{type(model).__name__} has no module {path!r} that could be its head; {_WAY_OUT}")
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise InputError(
-            f"the head {path!r} is a {type(module).__name__}, whose forward isn't that of nn.Linear, so its loss can't be"
-            f" computed in chunks; {_WAY_OUT}"
+            f"the head {path!r} is a {type(module).__name__}, whose forward isn't that of nn.Linear, so its loss can't"
+            f" be computed in chunks; {_WAY_OUT}"
         )
     return module

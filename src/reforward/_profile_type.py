@@ -9,9 +9,10 @@ backward, accumulation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from reforward._plan import Head
 from reforward._policy import Policy
 
 
@@ -84,6 +85,21 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadCost:
+    """The step with its loss head in chunks and its blocks plain.
+
+    Attributes:
+        head: which head, in how many chunks.
+        events: the trace, whose gaps are those of such a step.
+        extra_seconds: what the chunks take longer than the plain head; a part of the gaps' seconds.
+    """
+
+    head: Head
+    events: tuple[Event, ...]
+    extra_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model's step in numbers.
 
@@ -94,6 +110,7 @@ class Profile:
         calls: the block calls, in the order of their forwards.
         events: the trace.
         blocks: paths of all blocks found, in order; those without a call take no part in the step.
+        heads: the loss head in chunks, if that was profiled; fewer chunks first.
     """
 
     static_bytes: int
@@ -103,3 +120,8 @@ class Profile:
     calls: tuple[CallCost, ...]
     events: tuple[Event, ...]
     blocks: tuple[str, ...] = ()
+    heads: tuple[HeadCost, ...] = ()
+
+    def under(self, cost: HeadCost) -> Profile:
+        """The profile of the step whose head is in chunks."""
+        return replace(self, events=cost.events, heads=())

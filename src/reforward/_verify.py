@@ -1,14 +1,20 @@
-"""verify: the planned step gives what the plain step gives, bit for bit.
+"""verify: the planned step gives what the plain step gives, bit for bit; to rounding, where its head is in chunks.
 
 Two scopes. The whole step is run plainly and planned from the same state and compared by digests, where the plain
 step is known to fit. Otherwise each distinct region of the plan is compared by itself on inputs that it really gets:
-against the same blocks run plainly one at a time, which never needs the memory of more than one.
+against the same blocks run plainly one at a time, which never needs the memory of more than one. A loss head in
+chunks is compared on as many rows as one of its chunks has.
+
+What is equal to rounding is compared by value. The difference of two tensors is the largest one of their elements, as a
+share of the largest element there is; gradients that are small beside the largest of all count as a tenth of that,
+since what should cancel to zero (the bias of attention's keys) is nothing but rounding.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,14 +27,18 @@ from reforward._blocks import modules_by_path
 from reforward._measure.measure import measure
 from reforward._measure.state import preserved
 from reforward._measure.static import step_inputs
-from reforward._plan import Node, Plan, Region, leaves
+from reforward._plan import Exactness, Node, Plan, Region, leaves
 from reforward._policy import Save
 from reforward._profile import BlockCall, CallInputs, capture_inputs
-from reforward._runtime import RngState, attached, counted_hooks
+from reforward._runtime import RngState, SeenLoss, attached, chunked_loss, counted_hooks
 from reforward._step import Step
 from reforward._techniques import none, resolve_plan
 
 Scope = Literal["whole step", "region by region"]
+
+#: Largest relative difference that counts as rounding, by the coarsest type that takes part.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_SMALL = 0.1  # of the largest gradient: smaller ones are compared with this much of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +49,14 @@ class Proof:
         scope: "whole step", or "region by region".
         losses, gradients, buffers, rng_states: how many of each were compared. Region by region, the outputs of the
             regions stand for the loss, and gradients are those of the regions' parameters and inputs.
-        differences: what isn't bit-identical, by name; empty if all is.
+        differences: what isn't bit-identical (or equal to rounding, where that is what the plan promises), by name;
+            empty if all is.
         hooks: forward hooks whose calls were counted. Those that only look must be called as often as in the plain
             step; those that return or change something are called again in a replay.
         plain_peak_bytes, planned_peak_bytes: the largest peaks of both, as measured; None if they weren't.
+        tolerance: the largest relative difference of losses and gradients that counts as rounding; None: everything was
+            compared bit for bit.
+        largest_difference: the largest there was; None without a tolerance.
     """
 
     scope: Scope
@@ -54,11 +68,20 @@ class Proof:
     hooks: int = 0
     plain_peak_bytes: int | None = None
     planned_peak_bytes: int | None = None
+    tolerance: float | None = None
+    largest_difference: float | None = None
+
+    @property
+    def exactness(self) -> Exactness:
+        """What was looked for: "bitwise", or "rounding" where a loss head is in chunks."""
+        return "bitwise" if self.tolerance is None else "rounding"
 
 
 def verify(model: nn.Module, step: Step | Callable[[], torch.Tensor], plan: Any) -> Proof:
     """Runs every batch's step plainly and under a plan, from the same state, and compares all results bit for bit.
 
+    Under a plan whose head is in chunks, losses and gradients are compared to rounding instead: to the tolerance of the
+    coarsest type that takes part (`Proof.tolerance`). One copy of the gradients is kept in host memory meanwhile.
     Compared are the loss, the gradient of every parameter, every buffer, every random stream after the step, and how
     often forward hooks were called; both peaks are measured. The plain step has to fit into memory. Model, optimizer,
     gradients and random streams are put back.
@@ -87,8 +110,11 @@ def verify_step(model: nn.Module, step: Step, plan: Plan) -> Proof:
             with attached(model, what, check="off"), preserved(model, step.optimizer, also=step_inputs(step)):
                 for parameter in model.parameters():
                     parameter.grad = None
-                results.append(_step_digests(model, step, variant))
-        table.compare(prefix, *results)
+                results.append(_step_results(model, step, variant, to_rounding=plan.exactness == "rounding"))
+        table.compare(prefix, *[result.digests for result in results])
+        if plan.exactness == "rounding":
+            plain, planned = results
+            table.compare_values(prefix, plain.values, planned.values, plain.tolerance)
     return table.proof()
 
 
@@ -124,6 +150,52 @@ def verify_regions(model: nn.Module, step: Step, plan: Plan, calls: Sequence[Blo
     return table.proof()
 
 
+def verify_head(model: nn.Module, plan: Plan, loss: SeenLoss) -> Proof:
+    """Compares a loss of the plan's head with the plain one, on the first rows that it really gets: as many as a chunk
+    of the plan has, so that the plain head needs no more memory than the plan's."""
+    table = _Table("region by region")
+    source = loss.recipe.source
+    count = -(-len(loss.rows) // source.chunks)
+    target = loss.target[:count]
+
+    def results(take: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+        rows = loss.rows[:count].clone().requires_grad_()
+        given = {"input": rows, "weight": source.weight, "bias": source.bias}
+        wanted = {name: t for name, t in given.items() if t is not None and t.requires_grad}
+        with torch.enable_grad(), loss.ambient.enter() or nullcontext():
+            value = take(rows)
+        outputs, cotangents = _cotangents([value])
+        named = zip(wanted, torch.autograd.grad(outputs, [*wanted.values()], cotangents), strict=True)
+        return {("loss", f"of {source.path}"): value.detach()} | {
+            ("gradient", f"{name} of {source.path}"): gradient for name, gradient in named
+        }
+
+    def plainly(rows: torch.Tensor) -> torch.Tensor:
+        return loss.criterion(loss.recipe.whole(rows, source.weight, source.bias), target, loss.criterion.reduction)
+
+    with preserved(model):
+        got = results(lambda rows: chunked_loss(loss.recipe, rows, target, loss.criterion))
+        tolerance = _tolerance({source.dtype, loss.recipe.dtype, loss.rows.dtype, source.weight.dtype})
+        table.compare_values("", results(plainly), got, tolerance)
+    return table.proof()
+
+
+def merged_proof(proofs: Sequence[Proof]) -> Proof:
+    """Several proofs region by region as one."""
+    tolerances = [proof.tolerance for proof in proofs if proof.tolerance is not None]
+    largest = [proof.largest_difference for proof in proofs if proof.largest_difference is not None]
+    return Proof(
+        scope="region by region",
+        losses=sum(proof.losses for proof in proofs),
+        gradients=sum(proof.gradients for proof in proofs),
+        buffers=sum(proof.buffers for proof in proofs),
+        rng_states=sum(proof.rng_states for proof in proofs),
+        differences=tuple(difference for proof in proofs for difference in proof.differences),
+        tolerance=max(tolerances, default=None),
+        largest_difference=max(largest, default=None),
+    )
+
+
 def _isolated(parts: Sequence[_Part], run: Callable[[Sequence[_Part]], Digests]) -> Digests:
     """Runs from the state that is there, with no gradients at the begin, and puts it back."""
     modules = [part.module for part in parts]
@@ -135,6 +207,7 @@ def _isolated(parts: Sequence[_Part], run: Callable[[Sequence[_Part]], Digests])
 
 
 Digests = dict[tuple[str, str], str]
+Values = dict[tuple[str, str], torch.Tensor]
 
 
 class _Table:
@@ -144,6 +217,20 @@ class _Table:
         self._scope: Scope = scope
         self._counts = {"loss": 0, "gradient": 0, "buffer": 0, "RNG state": 0, "calls of": 0}
         self._differences: list[str] = []
+        self._tolerance: float | None = None
+        self._largest = 0.0
+
+    def compare_values(self, prefix: str, expected: Values, got: Values, tolerance: float) -> None:
+        """Compares to rounding."""
+        self._tolerance = max(tolerance, self._tolerance or 0.0)
+        top = max((_largest(t) for (kind, _), t in expected.items() if kind == "gradient"), default=0.0)
+        for key in {**expected, **got}:
+            kind, name = key
+            self._counts[kind] += 1
+            difference = _difference(expected.get(key), got.get(key), top * _SMALL if kind == "gradient" else 0.0)
+            self._largest = max(self._largest, difference)
+            if not difference <= tolerance:
+                self._differences.append(f"{prefix}{kind} {name}".rstrip() + f" (by {difference:.1e})")
 
     def compare(self, prefix: str, expected: Digests, got: Digests) -> None:
         for key in {**expected, **got}:
@@ -161,21 +248,71 @@ class _Table:
             rng_states=self._counts["RNG state"],
             differences=tuple(self._differences),
             hooks=self._counts["calls of"],
+            tolerance=self._tolerance,
+            largest_difference=None if self._tolerance is None else self._largest,
         )
 
 
-def _step_digests(model: nn.Module, step: Step, variant: int) -> Digests:
-    with counted_hooks(model) as hooks:
+def _difference(expected: torch.Tensor | None, got: torch.Tensor | None, least: float) -> float:
+    """The largest difference of two elements, relative to the largest element or to `least`, if that is more."""
+    if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    scale = max(_largest(expected), least)
+    apart = _largest(expected.double() - got.double())
+    if torch.equal(expected.isnan(), got.isnan()) and (apart == 0 or torch.equal(expected, got)):
+        return 0.0
+    return apart / scale if scale > 0 else float("inf")
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value of what is a number; 0.0 if nothing is."""
+    return tensor.detach().double().abs().nan_to_num(0.0, float("inf")).max().item() if tensor.numel() else 0.0
+
+
+class _Types(_torch.TorchDispatchMode):
+    """Notes the floating-point types of what operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tensor.dtype for tensor in _torch.tensors_in(result)}
+        return result
+
+
+def _tolerance(types: Iterable[torch.dtype]) -> float:
+    """Of the coarsest of some types."""
+    return max((TOLERANCES[t] for t in types if t in TOLERANCES), default=TOLERANCES[torch.float32])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Results:
+    """Of a step: what is compared bit for bit, what is compared to rounding, and to which."""
+
+    digests: Digests
+    values: Values
+    tolerance: float
+
+
+def _step_results(model: nn.Module, step: Step, variant: int, *, to_rounding: bool) -> _Results:
+    types = _Types()
+    with counted_hooks(model) as hooks, types if to_rounding else nullcontext():
         loss = step.run(variant, optimize=False)
-    found: Digests = {("loss", ""): _digest(loss)}
+    gradients = {_patterns.canonical(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    found: Digests = {}
+    values: Values = {}
+    if to_rounding:
+        made = {name: grad.to("cpu", copy=True) for name, grad in gradients.items() if grad is not None}
+        values = {("loss", ""): loss.cpu()} | {("gradient", name): grad for name, grad in made.items()}
+    else:
+        found = {("loss", ""): _digest(loss)} | {("gradient", name): _digest(g) for name, g in gradients.items()}
     for name, hook in hooks.items():
         found["calls of", name] = str(hook.calls if hook.acted else hook.calls + hook.replays)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found["gradient", _patterns.canonical(name)] = _digest(parameter.grad)
     found.update(_buffers(model))
     found.update(_streams(tuple({p.device for p in model.parameters()})))
-    return found
+    return _Results(digests=found, values=values, tolerance=_tolerance(types.seen))
 
 
 def _buffers(module: nn.Module) -> Digests:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from reforward._blocks import Block, modules_by_path
@@ -49,27 +48,6 @@ class Profiled:
     variant: int
 
 
-def profile(
-    model: nn.Module, step: Step | Callable[[], torch.Tensor], *, blocks: Sequence[Block] | None = None
-) -> Profile:
-    """The step as an ordered trace, with bytes and seconds of each block call under each option.
-
-    The plain step isn't run: memory comes from dry runs, seconds from single blocks. Model, optimizer, gradients and
-    random streams stay as they are. Of several batches, the one whose plain step needs most is profiled.
-
-    Args:
-        model: the model; a plan that is on it is taken off meanwhile.
-        step: the step, or a function without arguments that returns its loss.
-        blocks: as `find_blocks` gives them; None finds them.
-
-    Raises:
-        InputError: what is given isn't a model, it has no blocks, or these aren't blocks of it.
-        DryRunError: the model can't be run on fake tensors, or the step isn't the same each time it runs.
-        StepError: the step can't be run, or calls no block.
-    """
-    return profile_step(model, Step.of(step), blocks=blocks).profile
-
-
 def profile_step(
     model: nn.Module,
     step: Step,
@@ -77,7 +55,7 @@ def profile_step(
     blocks: Sequence[Block] | None = None,
     progress: Progress = lambda text, share: None,
 ) -> Profiled:
-    """`profile`, with what it was made from."""
+    """The step in numbers, and what they were made from; `profile` says what may be wrong with it."""
     given = blocks_of(model) if blocks is None else check_blocks(blocks, model)
     # What overwrites its input can't be computed again from it, so it isn't a block here.
     found = tuple(block for block in given if not block.overwrites_input)
@@ -127,8 +105,8 @@ def _assemble(
     policies: dict[str, tuple[Policy, ...]],
     costs: RealCosts,
 ) -> Profile:
-    lone = _lone_forwards(runs[0])
-    runs = [_joined(run, lone) for run in runs]
+    lone = lone_forwards(runs[0])
+    runs = [joined(run, lone) for run in runs]
     plain = runs[0]
     by_path = modules_by_path(model)
     numbers: dict[object, int] = {}
@@ -161,12 +139,12 @@ def _assemble(
         gradient_bytes=plain.gradient_bytes,
         optimizer_bytes=plain.optimizer_bytes,
         calls=tuple(calls),
-        events=_events(plain, costs),
+        events=events_of(plain, costs),
         blocks=tuple(block.path for block in blocks),
     )
 
 
-def _lone_forwards(plain: DryRun) -> set[int]:
+def lone_forwards(plain: DryRun) -> set[int]:
     """Calls after whose forward nothing runs until that of the next one of their chain; at most, something is freed."""
     following = [segment for segment in plain.segments if segment.kind != "gap" or segment.flops or segment.peak_bytes]
     return {
@@ -176,7 +154,7 @@ def _lone_forwards(plain: DryRun) -> set[int]:
     }
 
 
-def _joined(run: DryRun, calls: set[int]) -> DryRun:
+def joined(run: DryRun, calls: set[int]) -> DryRun:
     """The run with the gap after these calls' forward as a part of it: a replay frees what is freed there, too."""
     segments: list[Segment] = []
     for segment in run.segments:
@@ -267,10 +245,19 @@ def _options(index: int, tried: Sequence[_Tried]) -> tuple[OptionCost, ...]:
     return tuple(options)
 
 
-def _events(plain: DryRun, costs: RealCosts) -> tuple[Event, ...]:
-    """The trace; the seconds outside of blocks are shared out over the gaps of a phase by the work in them."""
+def events_of(plain: DryRun, costs: RealCosts, *, extra_seconds: float = 0.0) -> tuple[Event, ...]:
+    """The trace; the seconds outside of blocks are shared out over the gaps of a phase by the work in them.
+
+    Args:
+        plain: the step with its blocks plain, gaps joined as in the profile.
+        extra_seconds: what the forward takes longer outside of blocks than it did when it was timed.
+    """
     outside = costs.outside_seconds
-    seconds = {"forward": outside, "backward": outside * _BACKWARD_PER_FORWARD, "optimizer": costs.optimizer_seconds}
+    seconds = {
+        "forward": outside + extra_seconds,
+        "backward": outside * _BACKWARD_PER_FORWARD,
+        "optimizer": costs.optimizer_seconds,
+    }
     gaps = [segment for segment in plain.segments if segment.kind == "gap"]
     weights = {phase: sum(_weight(gap) for gap in gaps if gap.phase == phase) for phase in seconds}
     return tuple(

@@ -167,11 +167,11 @@ def _seconds_outside(
 
     def begin(*_: Any) -> None:
         nonlocal inside
-        inside -= _now(device)
+        inside -= now(device)
 
     def end(*_: Any) -> None:
         nonlocal inside
-        inside += _now(device)
+        inside += now(device)
 
     with watching(model, [call.block.path for call in calls], begin, end):
         return _timed(run, device) - inside
@@ -201,17 +201,17 @@ class _Case:
         args, kwargs = self.inputs.fresh()
         sources = [t for t in (*_torch.tensors_in((args, kwargs)), *self.module.parameters()) if t.requires_grad]
         try:
-            begin = _now(device)
+            begin = now(device)
             with torch.enable_grad(), self.inputs.settings():
                 outputs = _torch.tensors_in(self.module(*args, **kwargs))
-            forward = _now(device) - begin
+            forward = now(device) - begin
             graded = [outputs[index] for index in self.graded]
             ones = [torch.ones_like(t) for t in graded]
             del outputs
-            begin = _now(device)
+            begin = now(device)
             if graded and sources:
                 torch.autograd.grad(graded, sources, ones, allow_unused=True)
-            return forward, _now(device) - begin
+            return forward, now(device) - begin
         except ReforwardError:
             raise
         except RuntimeError as error:
@@ -240,7 +240,7 @@ class _Bench:
             self._model,
             case.path,
             case.forward,
-            clock=lambda: _now(self._device),
+            clock=lambda: now(self._device),
             meter=Operations(),
             repeats=_REPEATS,
         )
@@ -311,12 +311,12 @@ def _rows_within(parameter: torch.Tensor, elements: int) -> int:
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    begin = _now(device)
+    begin = now(device)
     run()
-    return _now(device) - begin
+    return now(device) - begin
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
     elif torch.get_num_threads() == 1:

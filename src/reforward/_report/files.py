@@ -109,7 +109,12 @@ def fit_document(
         "planned": _side(report.predicted_planned, report.measured_planned, timelines),
         "proof": proof_document(report.proof),
         "frontier": [
-            {"budget_bytes": point.budget_bytes, "peak_bytes": point.peak_bytes, "seconds": point.seconds}
+            {
+                "budget_bytes": point.budget_bytes,
+                "peak_bytes": point.peak_bytes,
+                "seconds": point.seconds,
+                "exactness": point.plan.exactness,
+            }
             for point in report.frontier
         ],
         "training": [{"loss": taken.loss, "seconds": taken.seconds} for taken in training],
@@ -141,7 +146,10 @@ def _point(point: FrontierPoint) -> dict[str, Any]:
 def proof_document(proof: Proof) -> dict[str, Any]:
     """A proof as plain JSON data."""
     return {
-        "identical": not proof.differences,
+        "identical": proof.exactness == "bitwise" and not proof.differences,
+        "exactness": proof.exactness,
+        "tolerance": proof.tolerance,
+        "largest_difference": proof.largest_difference,
         "scope": proof.scope,
         "losses": proof.losses,
         "gradients": proof.gradients,

@@ -77,7 +77,13 @@ def _draw_timeline(axes: Axes, report: FitReport) -> None:
         axes.fill_between(seconds, sizes, step="post", color=color, alpha=0.15)
     label = f"budget: {format_bytes(report.budget_bytes)}"
     axes.axhline(report.budget_bytes / unit, color=_BUDGET, linestyle="--", linewidth=1.2, label=label)
-    axes.set(title="Memory over one step, measured", xlabel="seconds", ylabel=f"{unit_name} in use", ylim=(0, None))
+    rounding = " (plan equal to rounding)" if report.plan.exactness == "rounding" else ""
+    axes.set(
+        title=f"Memory over one step, measured{rounding}",
+        xlabel="seconds",
+        ylabel=f"{unit_name} in use",
+        ylim=(0, None),
+    )
     _finish(axes)
 
 

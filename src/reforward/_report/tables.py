@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LABELS = {"optimizer_state": "optimizer state", "loss_head": "activations of the loss head"}
 _BAR_WIDTH = 24
 _DIFFERENCES_SHOWN = 10
+_ROUNDING = "exactness: rounding. Loss and gradients equal the plain step's to rounding, not bit for bit"
 
 
 def fit_tables(report: FitReport) -> RenderableType:
@@ -85,7 +86,9 @@ def plan_table(plan: Plan, blocks: Sequence[str] = ()) -> RenderableType:
     table = _table("The plan", "blocks", ">count", "treatment")
     for row in plan_rows(plan, blocks):
         table.add_row(row.label, str(row.blocks), row.treatment)
-    return table
+    if plan.head is not None:
+        table.add_row(plan.head.path, "", f"loss head in {plan.head.chunks} chunks")
+    return table if plan.exactness == "bitwise" else Group(table, Text(_ROUNDING, style="yellow"))
 
 
 def comparison_table(report: FitReport) -> RenderableType:
@@ -121,13 +124,22 @@ def proof_text(proof: Proof) -> RenderableType:
         )
     )
     if not proof.differences:
-        head = Text.assemble(("Proof ", "bold"), (f"({proof.scope}): ", ""), counts, (": all bit-identical", "green"))
+        head = Text.assemble(("Proof ", "bold"), (f"({proof.scope}): ", ""), counts, (f": {_outcome(proof)}", "green"))
         return Group(head, _peaks(proof)) if proof.planned_peak_bytes is not None else head
     shown = [f"  {difference}" for difference in proof.differences[:_DIFFERENCES_SHOWN]]
     more = len(proof.differences) - len(shown)
     lines = [*shown, f"  and {more} more"] if more else shown
     head = Text.assemble(("Proof failed ", "bold red"), f"({proof.scope}): of {counts}, these differ")
     return Group(head, *lines)
+
+
+def _outcome(proof: Proof) -> str:
+    """What held, of a proof without differences."""
+    if proof.tolerance is None:
+        return "all bit-identical"
+    what = "losses and gradients" if proof.scope == "whole step" else "those of the head"
+    found = f"largest relative difference {proof.largest_difference:.1e}, tolerance {proof.tolerance:.0e}"
+    return f"{what} equal to rounding ({found}), all else bit-identical"
 
 
 def _peaks(proof: Proof) -> RenderableType:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -26,12 +26,12 @@ from reforward._errors import AttachError, InputError, PlanError, ReplayError
 from reforward._heads import check_head
 from reforward._plan import Head, Node, Plan, Region, Run, leaves
 from reforward._policy import Recompute
-from reforward._runtime import head as heads
 from reforward._runtime.call import Arguments, new_call
 from reforward._runtime.current import current
 from reforward._runtime.fingerprint import Check
 from reforward._runtime.frames import is_open_to_regions
 from reforward._runtime.learnt import Learnt
+from reforward._runtime.logits import is_watched, logits_of
 from reforward._runtime.parts import Parts, is_iterator, leaves_in
 from reforward._runtime.replay import Recording
 from reforward._runtime.run import Chains, OpenRun
@@ -240,17 +240,17 @@ class HeadForward(_Forward):
             return self._in_compiler(input)
         if not self._applies():
             return self.plain(input)
-        module = self.module
-        logits = heads.logits(self.path, input, module.weight, module.bias, self.chunks, self.attachment.warned)
+        module = cast("nn.Linear", self.module)
+        logits = logits_of(self.path, input, module.weight, module.bias, self.chunks, self.attachment.warned)
         return self.plain(input) if logits is None else logits
 
     def _applies(self) -> bool:
         attachment = self.attachment
-        if not attachment.active or _torch.in_transform() or torch.jit.is_tracing():
+        if not attachment.active or _torch.in_transform():
             return False
         if attachment.plan.when == "training" and not self.module.training:
             return False
-        return torch.is_grad_enabled() or heads.is_watched()
+        return torch.is_grad_enabled() or is_watched()
 
     def _in_compiler(self, input: torch.Tensor) -> torch.Tensor:
         if self.attachment.active and not torch.compiler.is_exporting():

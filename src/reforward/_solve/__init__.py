@@ -6,6 +6,7 @@ from reforward._errors import InputError
 from reforward._plan import Plan
 from reforward._profile_type import Profile
 from reforward._solve.frontier import FrontierPoint, frontier, trace_frontier
+from reforward._solve.heads import HeadPlanner, planner_of
 from reforward._solve.inside import Value, nested_choices
 from reforward._solve.options import Allow
 from reforward._solve.peak import Peak, explain_peak
@@ -16,6 +17,7 @@ from reforward._units import parse_bytes, parse_share
 __all__ = [
     "Allow",
     "FrontierPoint",
+    "HeadPlanner",
     "Moment",
     "Peak",
     "Planner",
@@ -26,6 +28,7 @@ __all__ = [
     "find",
     "frontier",
     "nested_choices",
+    "planner_of",
     "simulate",
     "solve",
     "trace_frontier",
@@ -38,7 +41,7 @@ def solve(profile: Profile, budget: str | int | float, *, allow: Allow | None = 
     Args:
         profile: the step in numbers.
         budget: bytes of the whole step's peak: `"6GiB"`, `900_000_000`, or `"60%"` of the plain step's peak.
-        allow: what the plan may be made of; None: everything.
+        allow: what the plan may be made of; None: everything that is exact bit for bit.
 
     Returns:
         The plan with its predictions. Blocks that it doesn't name save everything.
@@ -56,7 +59,7 @@ def find(profile: Profile, budget: str | int | float, *, allow: Allow | None = N
         raise InputError(f"solve takes a profile, as rf.profile(model, step) gives it, not {profile!r}")
     if allow is not None and not isinstance(allow, Allow):
         raise InputError(f"allow must be rf.Allow(...), not {allow!r}")
-    planner = Planner(profile, allow)
+    planner = planner_of(profile, allow)
     share = parse_share(budget) if isinstance(budget, str) else None
     if share is None:
         return planner.find(parse_bytes(budget))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from reforward._errors import InputError
 from reforward._profile_type import Profile
+from reforward._solve.heads import HeadPlanner, planner_of
 from reforward._solve.options import Allow
 from reforward._solve.planner import Planner, Solution
 
@@ -38,10 +39,10 @@ def frontier(profile: Profile, points: int = 20, *, allow: Allow | None = None) 
     """
     if points < 2:
         raise InputError(f"a frontier needs at least 2 points, not {points}")
-    return trace_frontier(Planner(profile, allow), points)
+    return trace_frontier(planner_of(profile, allow), points)
 
 
-def trace_frontier(planner: Planner, points: int) -> tuple[FrontierPoint, ...]:
+def trace_frontier(planner: Planner | HeadPlanner, points: int) -> tuple[FrontierPoint, ...]:
     """`frontier` with a planner that is already there."""
     smallest = planner.smallest
     low, high = smallest.timeline.peak_bytes, max(planner.plain.peak_bytes, smallest.timeline.peak_bytes)

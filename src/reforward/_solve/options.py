@@ -40,6 +40,7 @@ class Allow:
         selective: options that keep part of a block.
         runs: several blocks recomputed as one unit.
         depth: how many runs may lie inside each other; 1: no nesting.
+        chunked_head: the loss head in chunks, where it was profiled; such a plan is equal to rounding, not bit for bit.
 
     Raises:
         InputError: a value of another type.
@@ -48,9 +49,10 @@ class Allow:
     selective: bool = True
     runs: bool = True
     depth: int = 3
+    chunked_head: bool = False
 
     def __post_init__(self):
-        for name in ("selective", "runs"):
+        for name in ("selective", "runs", "chunked_head"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"Allow: {name} must be True or False, not {getattr(self, name)!r}")
         check_count("Allow: depth", self.depth, least=0)

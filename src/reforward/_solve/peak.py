@@ -49,8 +49,8 @@ def explain_peak(profile: Profile, timeline: Timeline) -> Peak:
         before, done, where, event = timeline.static_bytes, [], "the static memory alone", None
     else:
         before = timeline.moments[index].live_before_bytes
-        done = [event.call for event in profile.events[:index] if event.kind == "backward"]
-        event = profile.events[index]
+        done = [moment.event.call for moment in timeline.moments[:index] if moment.event.kind == "backward"]
+        event = timeline.moments[index].event
         where = _where(profile, event)
     options = [profile.calls[call].options[0] for call in done]
     gradients = sum(option.forward_delta_bytes + option.backward_delta_bytes for option in options)

@@ -14,7 +14,7 @@ from reforward._plan import Node, Plan, Region, Run
 from reforward._profile_type import Profile
 from reforward._solve.bound import cost_bound, peak_bound
 from reforward._solve.milp import Choice, choose, placements
-from reforward._solve.options import Allow
+from reforward._solve.options import Allow, Weights
 from reforward._solve.peak import explain_peak
 from reforward._solve.pool import Candidate, Pools
 from reforward._solve.rounding import rounded
@@ -54,9 +54,10 @@ class Solution:
 class Planner:
     """Plans for one profile; candidates are searched once for all budgets."""
 
-    def __init__(self, profile: Profile, allow: Allow | None = None):
+    def __init__(self, profile: Profile, allow: Allow | None = None, weights: Weights | None = None):
         self.profile = profile
-        self.pools = Pools(profile, allow or Allow())
+        self.allow = allow or Allow()
+        self.pools = Pools(profile, self.allow, weights)
 
     @cached_property
     def plain(self) -> Timeline:

@@ -36,11 +36,15 @@ class Candidate:
 
 
 class Pools:
-    """The candidates of one profile, searched once and picked per budget."""
+    """The candidates of one profile, searched once and picked per budget.
 
-    def __init__(self, profile: Profile, allow: Allow):
+    Args:
+        weights: None: those of the profile.
+    """
+
+    def __init__(self, profile: Profile, allow: Allow, weights: Weights | None = None):
         self.trace = Trace(profile)
-        self.weights = Weights.of(profile)
+        self.weights = weights or Weights.of(profile)
         self.chains = chains(self.trace)
         self._contents = [Contents(chain, self.weights, allow) for chain in self.chains]
         self._ways = [self._whole(contents) for contents in self._contents]

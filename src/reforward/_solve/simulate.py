@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reforward._errors import InputError, PlanError
-from reforward._plan import Node, Plan, Region, Run, leaves
-from reforward._profile_type import CallCost, Event, OptionCost, Profile
+from reforward._plan import Head, Node, Plan, Region, Run, leaves
+from reforward._profile_type import CallCost, Event, HeadCost, OptionCost, Profile
 
 #: What a node does, without names: the index of an option for one call, a tuple of shapes for a run.
 Shape = int | tuple["Shape", ...]
@@ -116,11 +116,19 @@ def simulate(profile: Profile, plan: Plan) -> Timeline:
     """Runs the plan on the profile's numbers. Blocks that the plan doesn't name save everything.
 
     Raises:
-        PlanError: a node names an unknown block, a policy without a cost, or a run of calls that aren't consecutive.
+        PlanError: a node names an unknown block, a policy without a cost, or a run of calls that aren't consecutive;
+            the head wasn't profiled in so many chunks.
     """
-    trace = Trace(profile)
+    trace = Trace(profile if plan.head is None else profile.under(_head_cost(profile, plan.head)))
     placements = [placement for node in plan.nodes for placement in place(trace, node)]
     return run_placements(trace, placements)
+
+
+def _head_cost(profile: Profile, head: Head) -> HeadCost:
+    for cost in profile.heads:
+        if (cost.head.path, cost.head.chunks) == (head.path, head.chunks):
+            return cost
+    raise PlanError(f"the head {head.path!r} wasn't profiled in {head.chunks} chunks; run the step dry instead")
 
 
 def run_placements(trace: Trace, placements: Iterable[Placement]) -> Timeline:
