@@ -238,9 +238,9 @@ class HeadForward(_Forward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._in_compiler(input)
-        if not self._applies():
-            return self.plain(input)
         module = cast("nn.Linear", self.module)
+        if not self._applies() or not (_wants_gradient([input, module.weight, module.bias]) or is_watched()):
+            return self.plain(input)
         logits = logits_of(self.path, input, module.weight, module.bias, self.chunks, self.attachment.warned)
         return self.plain(input) if logits is None else logits
 

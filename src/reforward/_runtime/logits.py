@@ -83,6 +83,18 @@ class _Promise(torch.autograd.Function):
         return None, *[next(found) if n else None for n in needed]
 
 
+class _Redeemed(torch.autograd.Function):
+    """Whole logits behind a promise that somebody else's function passed on: gradients go back through that."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Logits) -> Tensor:
+        return lazy.recipe.whole(lazy.hidden, lazy.recipe.source.weight, lazy.recipe.source.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 class Logits(torch.Tensor):
     """Logits that aren't computed yet.
 
@@ -90,11 +102,13 @@ class Logits(torch.Tensor):
         recipe: how they come from `hidden`.
         hidden: the head's input, with its graph: (..., width).
         version: of the input when the head was called.
+        passed_on: an autograd function returned them, as DDP's does in some modes; a loss in chunks would go past it.
     """
 
     recipe: Recipe
     hidden: Tensor
     version: int
+    passed_on: bool
 
     @staticmethod
     def empty(recipe: Recipe, hidden: Tensor) -> Logits:
@@ -107,7 +121,13 @@ class Logits(torch.Tensor):
         """Logits that this recipe gives for an input."""
         source = recipe.source
         made = cast("Logits", _Promise.apply(recipe, hidden, source.weight, source.bias))
-        made.recipe, made.hidden, made.version = recipe, hidden, _torch.version(hidden)
+        made.recipe, made.hidden, made.version, made.passed_on = recipe, hidden, _torch.version(hidden), False
+        return made
+
+    def alias(self) -> Logits:
+        """The same, for an autograd function to give them a place in the graph."""
+        made = Logits.empty(self.recipe, self.hidden)
+        made.recipe, made.hidden, made.version, made.passed_on = self.recipe, self.hidden, self.version, True
         return made
 
     def with_step(self, step: Operation, dtype: torch.dtype) -> Logits:
@@ -130,6 +150,8 @@ class Logits(torch.Tensor):
     def whole(self) -> Tensor:
         """The logits themselves, with a graph of their own where gradients are wanted."""
         self.check()
+        if self.passed_on:
+            return cast("Tensor", _Redeemed.apply(self))
         source = self.recipe.source
         return self.recipe.whole(self.hidden, source.weight, source.bias)
 
@@ -140,7 +162,7 @@ class Logits(torch.Tensor):
             with _torch.reading_logits():
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], Logits):
+        if handler is not None and args and isinstance(args[0], Logits) and not args[0].passed_on:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -151,11 +173,10 @@ class Logits(torch.Tensor):
         """What comes past `__torch_function__`: operations of C++ code, and aliases that autograd makes."""
         lazy = _first(args, kwargs)
         if func in _ALIASES and (func is not _aten.view.default or list(args[1]) == list(lazy.shape)):
-            made = Logits.empty(lazy.recipe, lazy.hidden)
-            made.recipe, made.hidden, made.version = lazy.recipe, lazy.hidden, lazy.version
-            return made
+            return lazy.alias()
         if _torch.writes(func):
             raise _refusal(lazy, str(func))
+        lazy.check()
         _warn(lazy.recipe.source, str(func))
         return func(*_exchanged(args), **_exchanged(kwargs or {}))
 
@@ -168,6 +189,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     lazy = _first(args, kwargs)
     if _is_refused(func, name, args, kwargs):
         raise _refusal(lazy, name)
+    lazy.check()
     _warn(lazy.recipe.source, name)
     return func(*_exchanged(args), **_exchanged(kwargs))
 
@@ -303,6 +325,11 @@ def _same(func: Any, lazy: Logits, **kwargs: Any) -> Any:
     return lazy
 
 
+def _viewed_as(func: Any, lazy: Logits, other: Tensor) -> Any:
+    """Autograd asks for this view of what a function returns as it was given it."""
+    return lazy.alias() if other is lazy and not torch.is_grad_enabled() else NotImplemented
+
+
 def _cut_off(func: Any, lazy: Logits) -> Any:
     source = lazy.recipe.source
     bias = None if source.bias is None else source.bias.detach()
@@ -342,6 +369,7 @@ for _names, _handler in {
     "to float half bfloat16 double type_as": _cast,
     "contiguous clone": _same,
     "detach": _cut_off,
+    "view_as": _viewed_as,
     "mul div __mul__ __rmul__ __truediv__ tanh": _scaled,
 }.items():
     for _name in _names.split():
