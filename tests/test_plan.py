@@ -229,3 +229,43 @@ def test_selectors_from_text(given_: object, expected: tuple):
 def test_selectors_that_select_nothing_known(given_: object, message: str):
     with pytest.raises(InputError, match=message):
         Recompute(save=given_)
+
+
+# The head
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunked_head_makes_a_plan_equal_to_rounding() -> None:
+    plan = Plan(nodes=(), head=Head(path="lm_head", chunks=8))
+    assert plan.exactness == "rounding"
+    assert Plan.from_json(plan.to_json()).exactness == "rounding"
+    assert plan.digest() != Plan(nodes=()).digest()
+    assert plan.digest() != Plan(nodes=(), head=Head(path="lm_head", chunks=4)).digest()
+    assert '"exactness": "rounding"' in plan.to_json()
+    assert "head" not in Plan(nodes=()).to_json()
+
+
+def test_a_file_that_claims_more_is_read_as_what_it_is() -> None:
+    text = '{"nodes": [], "exactness": "bitwise", "head": {"path": "lm_head", "chunks": 8}}'
+    assert Plan.from_json(text).exactness == "rounding"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"nodes": [], "exactness": "rounding"}', "only a plan with a chunked head is equal to rounding"),
+        ('{"nodes": [], "head": {"path": "lm_head", "chunks": 0}}', "chunks must be at least 1, not 0"),
+        ('{"nodes": [], "head": {"path": "lm_head"}}', "chunks"),
+        ('{"nodes": [], "head": {"path": "lm_head", "chunks": "8"}}', "chunks"),
+        ('{"nodes": [], "head": {"path": "lm_head", "chunks": 8, "size": 1}}', "size"),
+    ],
+)
+def test_heads_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(("head", "region"), [("h.0", "h.0"), ("h.0.fc", "h.0"), ("h", "h.0")])
+def test_a_head_and_a_block_in_one_another(head: str, region: str) -> None:
+    with pytest.raises(PlanError, match="lie in one another"):
+        Plan(nodes=(Region(path=region, policy=Recompute()),), head=Head(path=head, chunks=2))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import models
 import reforward as rf
 from models import GPT, LSTMModel, build
 from reforward._blocks import Block, find_blocks
@@ -398,3 +402,83 @@ def test_a_class_made_on_the_fly_is_still_its_original():
     layer = model.layers[0]
     layer.__class__ = type("FSDPLayer", (type(layer),), {})
     assert resolve_plan(model, plan) is plan
+
+
+# The head in chunks
+# ---------------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """Two heads of equal width beside a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        self.policy, self.value = nn.Linear(4, 9), nn.Linear(4, 9)
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def test_the_head_is_found() -> None:
+    model = models.build("gpt").model
+    plan = rf.chunked_head(chunks=4).resolve(model)
+    assert plan == rf.Plan(nodes=(), head=rf.Head(path="head", chunks=4, module_type="Linear"), model_type="GPT")
+    both = rf.chunked_head(blocks=rf.full(when="training")).resolve(model)
+    assert both.nodes == rf.full().resolve(model).nodes
+    assert (both.when, both.head.chunks, both.exactness) == ("training", 16, "rounding")  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_transformers_say_which_head_is_theirs(name: str) -> None:
+    pytest.importorskip("transformers")
+    plan = rf.chunked_head().resolve(models.build(name).model)
+    assert plan.head is not None
+    assert plan.head.path == "lm_head"
+
+
+def test_a_head_can_be_named() -> None:
+    plan = rf.chunked_head(head="value").resolve(TwoHeads())
+    assert plan.head is not None
+    assert plan.head.path == "value"
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "error", "message"),
+    [
+        (TwoHeads, None, rf.InputError, r"TwoHeads has several heads as wide \('policy', 'value'\)"),
+        (lambda: models.build("unet").model, None, rf.InputError, "UNet has no nn.Linear outside its blocks"),
+        (TwoHeads, "head", rf.PatternError, "TwoHeads has no module 'head' that could be its head"),
+        (TwoHeads, "layers", rf.InputError, "the head 'layers' is a ModuleList"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), OwnLinear(2, 9)), "1", rf.InputError, "is a OwnLinear, whose forward"),
+        (TwoHeads, "layers.0.1", rf.PlanError, "lie in one another"),
+    ],
+)
+def test_heads_that_cannot_be_chunked(make: Any, named: str | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rf.chunked_head(head=named, blocks=rf.full()).resolve(make())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunks": 0}, "chunks must be"),
+        ({"chunks": 2.0}, "chunks must be"),
+        ({"head": 3}, "head is the path of a linear layer, such as 'lm_head', not 3"),
+        ({"blocks": "full"}, "blocks is a technique for the blocks, such as full.*, not 'full'"),
+        ({"blocks": rf.chunked_head()}, "blocks is a technique for the blocks"),
+    ],
+)
+def test_arguments_of_a_chunked_head(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(rf.InputError, match=message):
+        rf.chunked_head(**arguments)
+
+
+def test_a_plan_for_a_head_of_another_model() -> None:
+    plan = rf.chunked_head().resolve(models.build("gpt").model)
+    with pytest.raises(rf.PlanError, match="it has no module 'head'"):
+        rf.attach(TwoHeads(), plan)

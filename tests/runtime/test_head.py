@@ -152,7 +152,7 @@ LAYOUTS: dict[str, Step] = {
     "module": lambda m, h, t: nn.CrossEntropyLoss()(m(h).flatten(0, 1), t.flatten()),
     "soft cap": lambda m, h, t: flat(torch.tanh(m(h) / 3.0) * 3.0, t),
     "scaled": lambda m, h, t: flat(2 * m(h) * 0.25, t),
-    "twice": lambda m, h, t: flat((l := m(h)), t) + 0.5 * flat(l[:, :4], t[:, :4], reduction="sum"),
+    "twice": lambda m, h, t: flat((z := m(h)), t) + 0.5 * flat(z[:, :4], t[:, :4], reduction="sum"),
     "keyword": lambda m, h, t: F.cross_entropy(target=t.flatten(), input=m(h).flatten(0, 1)),
     "scaled loss": lambda m, h, t: flat(m(h), t) / 7 * 1024,
     "small targets": lambda m, h, t: flat(m(h), t.clamp(0).to(torch.uint8)),
@@ -356,8 +356,8 @@ class Square(torch.autograd.Function):
 
 
 USES: dict[str, Step] = {
-    "z-loss": lambda m, h, t: flat((l := m(h)), t) + l.logsumexp(-1).square().mean(),
-    "z-loss first": lambda m, h, t: (l := m(h)).logsumexp(-1).square().mean() + flat(l, t),
+    "z-loss": lambda m, h, t: flat((z := m(h)), t) + z.logsumexp(-1).square().mean(),
+    "z-loss first": lambda m, h, t: (z := m(h)).logsumexp(-1).square().mean() + flat(z, t),
     "log_softmax": lambda m, h, t: F.nll_loss(F.log_softmax(m(h), -1).flatten(0, 1), t.flatten()),
     "soft targets": lambda m, h, t: F.cross_entropy(m(h).flatten(0, 1), torch.softmax(h.detach() @ m.head.weight.detach().t(), -1).flatten(0, 1)),  # noqa: E501
     "a part of the vocabulary": lambda m, h, t: flat(m(h)[..., :20], t.clamp(max=19)),

@@ -163,6 +163,7 @@ class Logits(torch.Tensor):
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and args and isinstance(args[0], Logits) and not args[0].passed_on:
+            args[0].check()
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -333,7 +334,6 @@ def _viewed_as(func: Any, lazy: Logits, other: Tensor) -> Any:
 def _cut_off(func: Any, lazy: Logits) -> Any:
     source = lazy.recipe.source
     bias = None if source.bias is None else source.bias.detach()
-    lazy.check()
     return Logits.of(
         replace(lazy.recipe, source=replace(source, weight=source.weight.detach(), bias=bias)), lazy.hidden.detach()
     )
@@ -443,7 +443,6 @@ def _cross_entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
     if not _is_chunkable(lazy, target, criterion) or asked["size_average"] is not None or asked["reduce"] is not None:
         return NotImplemented
-    lazy.check()
     rows, flat = lazy.hidden.reshape(-1, lazy.hidden.shape[-1]), target.reshape(-1)
     if (seen := _seen.get()) is not None:
         ambient = settings_around(rows)
