@@ -198,7 +198,7 @@ def test_a_difference_in_another_stream_is_found(monkeypatch: Any) -> None:
 
 
 def printed(what: Any) -> str:
-    console = Console(width=160, file=io.StringIO())
+    console = Console(width=400, file=io.StringIO())
     console.print(what)
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -231,8 +231,6 @@ def test_the_command(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["fit", "--model", "head_script:make", "--budget", "33%", "--steps", "2"]
-    assert main(arguments) == 3
-    assert "--allow chunked_head) would make it fit" in capsys.readouterr().err
     assert main([*arguments, "--allow", "chunked_head", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["exactness"] == "rounding"

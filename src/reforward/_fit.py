@@ -238,7 +238,8 @@ class _Search:
             raise InputError(f"allow must be {' or '.join(map(repr, get_args(Permission)))}, not {allow!r}")
         self._device = device_of(model)
         if allow is not None:
-            resolve_head(model, 1, blocks=blocks)  # what can't be done is refused before any work
+            given = None if blocks is None else check_blocks(blocks, model)
+            resolve_head(model, 1, blocks=given)  # what can't be done is refused before any work
         self.profiled: Profiled = profile_step(
             model, step, blocks=blocks, progress=lambda text, part: tell(text, 0.4 * part)
         )
