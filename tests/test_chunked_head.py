@@ -25,6 +25,13 @@ from reforward._verify import TOLERANCES
 from untouched import fingerprint
 
 
+@pytest.fixture(autouse=True)
+def few_numbers_of_chunks(request: Any, monkeypatch: Any) -> None:
+    """A dry run for each takes a second."""
+    if "heads_when_asked" not in request.node.name:
+        monkeypatch.setattr("reforward._profile.head.CHUNKS", (4, 8))
+
+
 def gpt() -> tuple[nn.Module, rf.Step]:
     """Its logits weigh more than its blocks."""
     torch.manual_seed(0)

@@ -668,7 +668,8 @@ def test_dry_runs_of_the_head_are_right(name: str, dtype: torch.dtype, options: 
     model = model.to(dtype)
     given = given.to(dtype) if given.is_floating_point() else given
     target = torch.randint(0, width, (2, 64))
-    step = rf.Step(lambda: flat(model(given), target, **OPTIONS[options]).mean())
+    like = next(model.parameters())
+    step = rf.Step(lambda: flat(model(given).type_as(like), target, **OPTIONS[options]).mean())
     for what in (rf.chunked_head(chunks=4), rf.chunked_head(chunks=13)):
         with rf.attached(model, what):
             dry = dry_run(model, step, ()).peak_bytes

@@ -63,7 +63,7 @@ def with_heads(
         knowledge=replace(knowledge, workspaces=knowledge.workspaces.merged(*workspaces)),
     )
     made = []
-    for number, chunks in enumerate(chunks for chunks in CHUNKS if chunks <= fewest):
+    for number, chunks in enumerate([chunks for chunks in CHUNKS if chunks <= fewest] or [fewest]):
         progress("dry runs of the head in chunks", number / len(CHUNKS))
         option = Head(path=head.path, chunks=chunks, module_type=head.module_type)
         with attached(model, Plan(nodes=(), head=option)):

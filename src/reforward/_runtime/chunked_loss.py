@@ -24,6 +24,7 @@ from reforward._errors import HeadError, MutationError
 from reforward._runtime.ambient import Ambient
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
+_FEWEST = 256  # columns of a product that is made slice by slice
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -265,13 +266,14 @@ class _Gradients:
         """
         rows, weight, _ = inputs
         if self._bias is not None:
-            self._bias += of_product.sum(0)
+            self._bias += of_product.sum(0, dtype=self._bias.dtype)
         if self._weight is not None:
             if self._weight.dtype == of_product.dtype:
                 self._weight.addmm_(of_product.t(), rows[part])
             else:
-                for piece in range(0, len(weight), max(1, len(of_product))):
-                    columns = slice(piece, piece + max(1, len(of_product)))
+                size = max(_FEWEST, of_product.numel() // rows.shape[-1])  # a slice then weighs what the logits do
+                for start in range(0, len(weight), size):
+                    columns = slice(start, start + size)
                     self._weight[columns] += of_product[:, columns].t() @ rows[part]
         if self._rows is not None and self._rows.dtype == of_product.dtype:
             torch.mm(of_product, weight, out=self._rows[part])

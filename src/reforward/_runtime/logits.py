@@ -310,12 +310,18 @@ def _dimensions(item: Any) -> int:
 
 
 def _cast(func: Any, lazy: Logits, *args: Any, **kwargs: Any) -> Any:
+    """Another type; which, a tensor without elements tells."""
+
+    def kind_of(value: Any) -> Any:
+        return (value.dtype, value.device) if isinstance(value, Tensor) else value
+
+    given, named = [kind_of(arg) for arg in (lazy, *args)], {key: kind_of(value) for key, value in kwargs.items()}
     with _torch.unseen_by_modes():
 
-        def stand_in(value: Any) -> Any:
-            return torch.empty(0, dtype=value.dtype, device=value.device) if isinstance(value, Logits) else value
+        def stand_in(kind: Any) -> Any:
+            return torch.empty(0, dtype=kind[0], device=kind[1]) if isinstance(kind, tuple) else kind
 
-        probe = func(stand_in(lazy), *map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
+        probe = func(*map(stand_in, given), **{key: stand_in(kind) for key, kind in named.items()})
     dtype = probe.dtype
     if probe.device != lazy.device or not dtype.is_floating_point:
         return NotImplemented
