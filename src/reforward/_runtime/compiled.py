@@ -336,7 +336,7 @@ def check_compiled(model: nn.Module, plan: Plan, check: str) -> None:
 
 def is_compiled(model: nn.Module, path: str) -> bool:
     """Whether the module of that path, or one around it, is compiled."""
-    return any(_is_within(path, outer) for outer in _compiled_paths(model))
+    return any(_patterns.is_within(path, outer) for outer in _compiled_paths(model))
 
 
 def _compiled_paths(model: nn.Module) -> set[str]:
