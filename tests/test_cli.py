@@ -42,7 +42,8 @@ def directory(tmp_path, monkeypatch):
 def fitted(directory, monkeypatch):
     """`fit_report` answers with a made-up report, or raises what is put into `outcome`; `calls` has its arguments."""
 
-    def fake(model, step, budget, *, progress, measure=True, verify=True):
+    def fake(model, step, budget, *, allow, progress):
+        assert allow is None
         calls.append((model, step, budget))
         progress("profiling", 1.0)
         if isinstance(outcome[0], BaseException):

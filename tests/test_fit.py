@@ -244,7 +244,7 @@ def test_the_report_of_a_step_that_fits() -> None:
 
 def test_a_plain_step_that_may_not_fit_is_never_run(monkeypatch: Any) -> None:
     model, step = small_gpt()
-    monkeypatch.setattr(_fit, "room_bytes", lambda device: step_bytes // 2)
+    monkeypatch.setattr(_fit, "usable_bytes", lambda device: step_bytes // 2)
     step_bytes = rf.measure(model, step, repeats=1).peak_bytes
     ran: list[bool] = []
     model.register_forward_pre_hook(
