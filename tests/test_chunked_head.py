@@ -75,7 +75,7 @@ def headless() -> tuple[nn.Module, rf.Step]:
     return model, rf.Step(loss)
 
 
-@pytest.mark.parametrize("make", [gpt, headless])
+@pytest.mark.parametrize("make", [pytest.param(gpt, marks=pytest.mark.slow), headless])
 def test_no_advice_that_does_not_help(make: Any) -> None:
     model, step = make()
     with pytest.raises(rf.BudgetError, match="no plan fits") as refusal:
@@ -109,6 +109,7 @@ def test_a_step_without_a_cross_entropy() -> None:
     assert step.optimizer is not None
 
 
+@pytest.mark.slow
 def test_a_profile_has_heads_when_asked() -> None:
     model, step = gpt()
     profile = rf.profile(model, step, allow="chunked_head")
@@ -233,6 +234,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "head_script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)

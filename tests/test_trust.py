@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import trust
 
 
-@pytest.mark.parametrize("name", ["bert", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "unet"])
 def test_fit_keeps_its_promises(name: str) -> None:
     rows = list(trust.rows_of(name, shares=(0.6,)))
     assert [row.budget for row in rows] == ["60%", trust.SMALLEST]
