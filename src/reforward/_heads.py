@@ -8,6 +8,7 @@ from torch import nn
 
 from reforward._blocks import Block, check_model, modules_by_path
 from reforward._errors import InputError, PatternError
+from reforward._patterns import is_within
 
 _WAY_OUT = "name one with chunked_head(head=...), or leave the head out of the plan"
 
@@ -32,7 +33,7 @@ def find_head(model: nn.Module, blocks: Sequence[Block] = ()) -> str:
                 f" own, so its loss can't be computed in chunks; {_WAY_OUT}"
             )
         return path
-    outside = {p: m for p, m in linear.items() if not any(f"{p}.".startswith(f"{block.path}.") for block in blocks)}
+    outside = {p: m for p, m in linear.items() if not any(is_within(p, block.path) for block in blocks)}
     widest = max((module.out_features for module in outside.values()), default=0)
     found = [path for path, module in outside.items() if module.out_features == widest]
     if len(found) != 1:

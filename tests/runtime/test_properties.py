@@ -244,7 +244,7 @@ def check(data, autocast):
     same.assert_same(build, plan, autocast=autocast, after=None)
 
 
-@pytest.mark.filterwarnings("ignore:block .* wasn't given")
+@pytest.mark.filterwarnings("ignore:block .* wasn't given", "ignore:.*selects nothing")
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(st.data(), st.booleans())
 def test_random_modules_under_random_plans(data, autocast):
@@ -252,7 +252,7 @@ def test_random_modules_under_random_plans(data, autocast):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:block .* wasn't given")
+@pytest.mark.filterwarnings("ignore:block .* wasn't given", "ignore:.*selects nothing")
 @hypothesis.settings(max_examples=2000)
 @hypothesis.given(st.data(), st.booleans())
 def test_two_thousand_random_modules_under_random_plans(data, autocast):
@@ -278,7 +278,7 @@ def check_peak(data):
     assert tracker.peak_bytes == expected.peak_bytes - expected.static_bytes
 
 
-@pytest.mark.filterwarnings("ignore:block .* wasn't given")
+@pytest.mark.filterwarnings("ignore:block .* wasn't given", "ignore:.*selects nothing")
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.data())
 def test_the_peak_of_random_modules_under_random_plans_is_the_dry_runs(data):
