@@ -1,5 +1,6 @@
 """Forward hooks inside a block: those that do something run again in the replay, those that only look don't."""
 
+import io
 import warnings
 
 import pytest
@@ -36,6 +37,17 @@ def test_observers_fire_once_in_their_order():
         fired.append(seen)
     assert fired[0]
     assert fired[1:] == [fired[0]] * 3
+
+
+@pytest.mark.parametrize("plan", [rf.full(), rf.segments(1), rf.selective(save="matmul")], ids=repr)
+def test_what_observers_write_outside_is_written_once(plan):
+    model, log = stack(2), io.StringIO()  # what it holds can't be put back
+    for number, module in enumerate(inner(model)):
+        module.register_forward_hook(lambda m, args, out, n=number: log.write(f"{n} ") and None)
+    rf.attach(model, plan)
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+    assert sorted(log.getvalue().split()) == sorted(2 * [str(n) for n in range(len(inner(model)))])
 
 
 def test_hooks_that_return_values_or_write_to_their_module_are_replayed():
