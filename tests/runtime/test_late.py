@@ -1,6 +1,8 @@
 """What a block begins to do only after its first replays were seen to be right, so that no comparison helps."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -324,3 +326,23 @@ def test_a_transform_inside_a_block_is_refused_by_name():
     model.layers[0].steps = 5
     with pytest.raises(rf.ReplayError, match=r"'layers\.0' differentiates with torch.func .* leave this block out"):
         model(torch.ones(4, 8))
+
+
+def test_functions_made_for_each_step_are_not_remembered():
+    model, seen = Stack(Late()), []
+    rf.attach(model, rf.full())
+    for _ in range(3):
+        table = torch.ones(8)
+        seen.append(weakref.ref(table))
+        handle = model.layers[0].up.register_forward_hook(lambda module, args, out, table=table: out * table)
+        inner = model.layers[0].up.register_forward_hook(closing_over(table))
+        model(torch.ones(4, 8)).sum().backward()
+        handle.remove()
+        inner.remove()
+    del table, handle, inner
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * 3
+
+
+def closing_over(table):
+    return lambda module, args, out: out + table

@@ -26,7 +26,7 @@ from reforward._runtime.reach import (
     key_of,
     streams_in,
     those_with_generators,
-    value_of,
+    those_with_tensors,
     variables_of,
     variables_of_function,
 )
@@ -58,37 +58,32 @@ class Fence:
         self._learnt = learnt
         self._hooks = hooks
         self._new: list[tuple[FunctionType | None, list[Variable]]] = []
-        generators, outside = learnt.generators, learnt.outside
+        generators, outside, bound = learnt.generators, learnt.outside, learnt.bound
         if learnt.variables is None or state.functions or hooks.any:
-            generators, outside = self._look_around(learnt)
-        self._outside = Outside(outside, learnt.bound) if outside else None
-        self._bindings = Bindings(learnt.bound) if learnt.bound else None
+            generators, outside, bound = self._look_around(learnt)
+        self._outside = Outside(outside, bound) if outside else None
+        self._bindings = Bindings(bound) if bound else None
         self._rng = RngState.capture(devices)
         self._ambient = Ambient.capture(devices)
         self._streams: list[OwnStream] = streams_in(generators) if generators else []
 
-    def _look_around(self, learnt: Learnt) -> tuple[list[Variable], list[Variable]]:
-        """The variables that hold generators, and those whose values count; for code that was never looked through,
-        all."""
-        generators, outside = learnt.generators.copy(), learnt.outside.copy()
+    def _look_around(self, learnt: Learnt) -> Reached:
+        """What counts of all variables; of code that was never looked through, all may hold generators or change."""
+        found = Reached(learnt.generators.copy(), learnt.outside.copy(), learnt.bound.copy())
         if learnt.variables is None:
             self._new.append((None, variables_of(self._state.modules)))
-        for hook in self._hooks.functions:
-            if hook not in learnt.hooks:
-                learnt.hooks.append(hook)
-                self._new.append((None, variables_of_function(hook)))
-        for function in self._state.functions:
-            reached = learnt.functions.get(function)
-            if reached is None:
+        for function in (*self._state.functions, *self._hooks.functions):
+            known = learnt.functions.get(function)
+            if known is None:
                 self._new.append((function, variables_of_function(function)))
             else:
-                generators += reached.generators
-                outside += reached.outside
+                for all_of_them, of_this in zip(found, known, strict=True):
+                    all_of_them += of_this
         for _, variables in self._new:
-            generators += variables
-            outside += variables
-            learnt.bound += [variable for variable in variables if isinstance(value_of(variable), torch.Tensor)]
-        return generators, outside
+            found.generators.extend(variables)
+            found.outside.extend(variables)
+            found.bound.extend(those_with_tensors(variables))
+        return found
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -131,13 +126,15 @@ class Fence:
         keys, learnt = set(map(key_of, changed)), self._learnt
         for function, variables in self._new:
             # Looked at again: a generator may be made when it is first needed.
-            reached = Reached(those_with_generators(variables), [v for v in variables if key_of(v) in keys])
+            reached = Reached(
+                those_with_generators(variables),
+                [v for v in variables if key_of(v) in keys],
+                those_with_tensors(variables),
+            )
             if function is not None:
                 learnt.functions[function] = reached
             else:
-                learnt.variables = [*(learnt.variables or []), *variables]
-                learnt.generators += reached.generators
-                learnt.outside += reached.outside
+                learnt.variables, (learnt.generators, learnt.outside, learnt.bound) = variables, reached
         self._new = []
 
     def rewind(self) -> tuple[Callable[[], None], dict[Ref, Any]]:

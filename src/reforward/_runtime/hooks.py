@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from reforward._runtime.ambient import Ambient
 from reforward._runtime.current import is_replaying
 from reforward._runtime.learnt import Learnt
 from reforward._runtime.module_state import ModuleState
-from reforward._runtime.parts import Parts
+from reforward._runtime.parts import Parts, leaves_in
 from reforward._runtime.streams import RngState, accelerators
 
 _Table = dict[int, Any]
@@ -116,9 +117,10 @@ class Hooks:
         return bool(self._tables)
 
     @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """The hooks."""
-        return [hook for _, _, before, _ in self._tables for hook in before.values()]
+    def functions(self) -> list[FunctionType]:
+        """Those that the hooks are made of."""
+        hooks = [hook for _, _, before, _ in self._tables for hook in before.values()]
+        return [leaf for leaf in leaves_in(hooks) if isinstance(leaf, FunctionType)]
 
     @contextmanager
     def watched(self) -> Iterator[None]:

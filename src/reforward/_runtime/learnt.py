@@ -24,7 +24,6 @@ class Learnt:
         generators: those that hold generators.
         outside: those that a forward changed.
         bound: those that mustn't be another's in the replay: a bare function's, and those that hold tensors.
-        hooks: whose variables are among them.
         submodules: the same of submodules that are kept whole, by path.
         functions: the same of functions that attributes and arguments hold, as long as these live.
     """
@@ -34,7 +33,6 @@ class Learnt:
         "bound",
         "functions",
         "generators",
-        "hooks",
         "outside",
         "proven",
         "seen",
@@ -56,6 +54,5 @@ class Learnt:
         self.generators: list[Variable] = []
         self.outside: list[Variable] = []
         self.bound: list[Variable] = []
-        self.hooks: list[Any] = []
         self.submodules: dict[str, Learnt] = {}
         self.functions: WeakKeyDictionary[FunctionType, Reached] = WeakKeyDictionary()

@@ -62,10 +62,12 @@ class Reached(NamedTuple):
     Attributes:
         generators: those that hold generators.
         outside: those that a forward changed.
+        bound: those that hold tensors, which mustn't be others, or overwritten, in the replay.
     """
 
     generators: list[Variable]
     outside: list[Variable]
+    bound: list[Variable]
 
 
 def those_with_generators(variables: Iterable[Variable]) -> list[Variable]:
@@ -77,6 +79,11 @@ def streams_in(variables: Iterable[Variable]) -> list[OwnStream]:
     """The generators that variables hold at any depth, with their states now."""
     values = [value for variable in variables if type(value := value_of(variable)) not in _HOLD_NOTHING]
     return [stream for value in values for stream in OwnStream.among(leaves_in(value))]
+
+
+def those_with_tensors(variables: Iterable[Variable]) -> list[Variable]:
+    """Those that hold a tensor."""
+    return [variable for variable in variables if isinstance(value_of(variable), torch.Tensor)]
 
 
 class Outside:
