@@ -67,6 +67,10 @@ class Attachment:
         self.chains = Chains()
         self.warned: set[str] = set()
 
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether the plan holds for a module now: it isn't suspended, nor meant for training mode alone."""
+        return self.active and (self.plan.when == "grad" or module.training)
+
     def check_of(self, learnt: Learnt) -> Check:
         """What is compared in the replay of a call of a block."""
         if self.check == "off":
@@ -173,15 +177,12 @@ class RegionForward(_Forward):
     def _in_compiler(self, *args: Any, **kwargs: Any) -> Any:
         from reforward._runtime import compiled  # loads the compiler, which takes seconds
 
-        attachment = self.attachment
-        if not attachment.active or (attachment.plan.when == "training" and not self.module.training):
+        if not self.attachment.is_on(self.module):
             return self.plain(*args, **kwargs)
-        return compiled.block(self.plain, self.node, attachment.check, self.path, args, kwargs, eager=self)
+        return compiled.block(self.plain, self.node, self.attachment.check, self.path, args, kwargs, eager=self)
 
     def _applies(self) -> bool:
-        if not (self.attachment.active and torch.is_grad_enabled()) or _torch.in_transform():
-            return False
-        return self.attachment.plan.when == "grad" or self.module.training
+        return torch.is_grad_enabled() and not _torch.in_transform() and self.attachment.is_on(self.module)
 
     def _open_run(self, given: list[Any]) -> OpenRun | None:
         if isinstance(self.node, Region):
@@ -245,12 +246,8 @@ class HeadForward(_Forward):
         return self.plain(input) if logits is None else logits
 
     def _applies(self) -> bool:
-        attachment = self.attachment
-        if not attachment.active or _torch.in_transform():
-            return False
-        if attachment.plan.when == "training" and not self.module.training:
-            return False
-        return torch.is_grad_enabled() or is_watched()
+        wanted = torch.is_grad_enabled() or is_watched()
+        return wanted and not _torch.in_transform() and self.attachment.is_on(self.module)
 
     def _in_compiler(self, input: torch.Tensor) -> torch.Tensor:
         if self.attachment.active and not torch.compiler.is_exporting():

@@ -54,9 +54,10 @@ class Watched:
             return self.hook(module, *given)
         modules = list(dict.fromkeys([*self._modules, *_torch.submodules(module)]))
         state = ModuleState("", modules, _acquainted(modules), Parts())
-        before = _seen(modules, given)
+        devices = accelerators([*state.tensors, *_torch.tensors_in(given)])
+        before = _seen(given, devices)
         result = self.hook(module, *given)
-        self.acted = result is not None or before != _seen(modules, given) or state.written_in_place() != []
+        self.acted = result is not None or before != _seen(given, devices) or state.written_in_place() != []
         return result
 
 
@@ -67,16 +68,13 @@ def _acquainted(modules: Sequence[nn.Module]) -> Learnt:
     return learnt
 
 
-def _seen(modules: Sequence[nn.Module], given: tuple[Any, ...]) -> list[Any]:
+def _seen(given: tuple[Any, ...], devices: tuple[torch.device, ...]) -> list[Any]:
     """What a hook may change beside its block's modules: what it is given, random streams, settings."""
     leaves, structure = _torch.flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    devices = accelerators(tensors + _torch.parameters_of(list(modules)))
     return [
         [id(leaf) for leaf in leaves],
         structure,
-        [_torch.version(tensor) for tensor in tensors],
-        [_torch.version(parameter) for parameter in _torch.parameters_of(list(modules))],
+        [_torch.version(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
         RngState.capture(devices),
         Ambient.capture(devices),
     ]

@@ -235,6 +235,8 @@ class ModuleState:
         its name and a copy of its value; None if it changed anything else."""
         if any(self._empty) or any(_differ(before, home) for home, before in self._homes):
             return None
+        if any(_torch.version(parameter) != version for parameter, version, _ in self._parameters):
+            return None
         if not all(self._parts.matches(ref, home[key], {}) for home, key, ref in self._attributes):
             return None
         written = [held for held in self._all_held() if held.written()]
