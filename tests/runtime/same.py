@@ -30,14 +30,14 @@ def record(
     steps: int = 2,
     accumulate: int = 2,
     autocast: bool = False,
-    after: Callable[[], Any] | None = None,
+    after: Callable[[nn.Module], Any] | None = None,
 ) -> Record:
     """Everything that a plan must not change, after `steps` optimizer steps: losses, gradients, weights, buffers,
     streams.
 
     Args:
         accumulate: forwards and backwards per step.
-        after: called at the end; its result belongs to the record.
+        after: called with the model at the end; its result belongs to the record.
     """
     seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -54,7 +54,7 @@ def record(
     found |= {f"state {name}": clone(value) for name, value in model.state_dict().items()}
     found |= {f"buffer {name}": clone(value) for name, value in model.named_buffers()}
     found |= streams()
-    found["after"] = after() if after is not None else None
+    found["after"] = after(model) if after is not None else None
     return found
 
 

@@ -212,12 +212,7 @@ def test_generators_of_other_libraries_and_what_they_spawn(block):
     def next_draws(model):
         return [torch.as_tensor(layer.seldom(torch.ones(4, 8))) for layer in model.layers]
 
-    model, loss = same.built(build)
-    expected = same.record(model, loss, steps=3, after=lambda: next_draws(model))
-    model, loss = same.built(build)
-    rf.attach(model, FULL)
-    found = same.record(model, loss, steps=3, after=lambda: next_draws(model))
-    assert same.differences(expected, found) == []
+    same.assert_same(build, FULL, steps=3, after=next_draws)
 
 
 def test_a_layer_dropped_in_some_steps_only():
@@ -272,12 +267,7 @@ def test_state_changed_by_forwards(plan):
     def state(model):
         return [(m.calls, m.history, dict(m.counts), m.load) for m in model.layers]
 
-    model, loss = same.built(build)
-    expected = same.record(model, loss, after=lambda: state(model))
-    model, loss = same.built(build)
-    rf.attach(model, plan)
-    found = same.record(model, loss, after=lambda: state(model))
-    assert same.differences(expected, found) == []
+    same.assert_same(build, plan, after=state)
 
 
 def test_the_same_objects_are_in_place_after_the_step():
@@ -360,12 +350,12 @@ def test_objects_that_stay_themselves_are_written_once(kind):
 
     for plan in ({"layers[0:2]": rf.Recompute()}, rf.Plan(nodes=(run(),))):
         model, loss = same.built(build)
-        expected = same.record(model, loss, after=lambda: state(model))  # noqa: B023
+        expected = same.record(model, loss, after=state)
         model, loss = same.built(build)
         rf.attach(model, plan)
         gc.collect()
         ended = Ends.ended
-        found = same.record(model, loss, after=lambda: state(model))  # noqa: B023
+        found = same.record(model, loss, after=state)
         assert same.differences(expected, found) == []
         assert Ends.ended == ended
 
@@ -982,12 +972,7 @@ def test_generators_behind_callables_that_a_block_holds(kind, always):
     def next_draws(model):
         return [torch.as_tensor(layer.draw()) for layer in model.layers]
 
-    model, loss = same.built(build)
-    expected = same.record(model, loss, after=lambda: next_draws(model))
-    model, loss = same.built(build)
-    rf.attach(model, FULL)
-    found = same.record(model, loss, after=lambda: next_draws(model))
-    assert same.differences(expected, found) == []
+    same.assert_same(build, FULL, after=next_draws)
 
 
 def test_generators_behind_callables_with_a_bare_checkpoint():

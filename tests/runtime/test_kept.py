@@ -5,22 +5,12 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from test_replay import Stack, compare
+from test_replay import Stack, compare, several_steps
 from torch import nn
 
 import reforward as rf
 from reforward import Ops, Recompute
 from reforward._runtime.holders import Holder
-
-STEPS = 4
-
-
-def several_steps(model, x):
-    """Values are compared in the first replays only, so the later ones must be right by themselves."""
-    for _ in range(STEPS):
-        loss = model(x).square().sum()
-        loss.backward()
-        yield loss.detach()
 
 
 class Block(nn.Module):

@@ -7,21 +7,13 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_replay import Stack, compare
+from test_replay import STEPS, Stack, compare, several_steps
 from torch import nn
 
 import reforward as rf
 from reforward import Recompute
 
-STEPS = 5
 PLANS = [rf.full(), rf.segments(1), rf.segments(1, nested=1), rf.selective(save="matmul")]
-
-
-def several_steps(model, x):
-    for _ in range(STEPS):
-        loss = model(x).square().sum()
-        loss.backward()
-        yield loss.detach()
 
 
 class Late(nn.Module):
