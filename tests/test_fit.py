@@ -134,15 +134,14 @@ def test_the_plan_of_a_wrapped_model_is_one_for_the_model() -> None:
 
 def test_a_plan_that_takes_more_than_predicted_is_made_again(monkeypatch: Any) -> None:
     """Where dry runs see too little, measurements decide."""
-    right = _fit.dry_run
+    right = _fit.dry_runs
 
-    def optimistic(*args: Any, **options: Any) -> DryRun:
-        found = right(*args, **options)
-        return replace(found, peak_bytes=int(0.9 * found.peak_bytes))
+    def optimistic(*args: Any, **options: Any) -> list[DryRun]:
+        return [replace(found, peak_bytes=int(0.9 * found.peak_bytes)) for found in right(*args, **options)]
 
     model, step = small_gpt()
     budget = share_of_activations(model, step, 0.7)
-    monkeypatch.setattr(_fit, "dry_run", optimistic)
+    monkeypatch.setattr(_fit, "dry_runs", optimistic)
     plan = rf.fit(model, step, budget)
     assert rf.measure(model, step, repeats=1).peak_bytes <= budget
     assert plan.predicted_peak_bytes < 0.95 * budget
@@ -318,8 +317,8 @@ def test_a_budget_that_a_measurement_refused_is_told_what_was_measured(monkeypat
     model, step = tiny()
     rf.fit(model, step, refused(model, step, 1).smallest_bytes)
     peak = rf.measure(model, step, repeats=1).peak_bytes
-    right = _fit.dry_run
-    monkeypatch.setattr(_fit, "dry_run", lambda *a, **k: replace(right(*a, **k), peak_bytes=peak - 200))
+    right = _fit.dry_runs
+    monkeypatch.setattr(_fit, "dry_runs", lambda *a, **k: [replace(r, peak_bytes=peak - 200) for r in right(*a, **k)])
     error = refused(model, step, peak - 100)
     assert f"({error.smallest_bytes} bytes, as measured; {peak - 200} B were predicted)" in str(error)
     rf.fit(model, step, error.smallest_bytes)

@@ -19,7 +19,7 @@ from reforward._measure.measure import device_of
 from reforward._measure.measurement import Breakdown
 from reforward._measure.room import total_bytes, usable_bytes
 from reforward._plan import Plan
-from reforward._profile import DryRun, Profiled, dry_run, head_losses, profile_step, with_heads
+from reforward._profile import DryRun, Profiled, dry_runs, head_losses, profile_step, with_heads
 from reforward._profile_type import Profile
 from reforward._runtime import attach, attached
 from reforward._solve import Allow, HeadPlanner, Planner, Solution, explain_peak, planner_of
@@ -190,7 +190,7 @@ def explain(
     check_model(model)
     found = find_blocks(model) if blocks is None else check_blocks(blocks, model)
     with attached(model, none()):
-        runs = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
+        runs = dry_runs(model, step, found)
     return _breakdown(max(runs, key=lambda run: run.peak_bytes))
 
 
@@ -332,10 +332,7 @@ class _Search:
     def _dry_peak(self, plan: Plan) -> int:
         profiled = self.profiled
         with attached(self._model, plan):
-            runs = [
-                dry_run(self._model, self._step, profiled.blocks, variant=v, knowledge=profiled.costs.knowledge)
-                for v in range(self._step.variants)
-            ]
+            runs = dry_runs(self._model, self._step, profiled.blocks, knowledge=profiled.costs.knowledge)
         return max(run.peak_bytes for run in runs)
 
     def _finished(self, plan: Plan, peak_bytes: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import models
 import reforward as rf
 from reforward._profile import dry as dry_module
-from reforward._profile import dry_run
+from reforward._profile import dry_run, dry_runs
 from reforward._profile.dry import Knowledge
 from untouched import fingerprint
 
@@ -339,6 +340,15 @@ def test_a_model_that_looks_at_values_runs_on_its_own_tensors(look: str, plan: A
         assert result.peak_bytes == pytest.approx(
             rf.measure(model, step).peak_bytes, abs=2048
         )  # scalars, random states
+
+
+def test_batches_after_one_that_needs_values_are_not_tried_on_fakes(recwarn: pytest.WarningsRecorder) -> None:
+    model, _ = looking(LOOKS["item"])
+    warnings.simplefilter("always")
+    several = rf.Step(lambda batch: model(batch).square().mean(), [torch.randn(256, 64), torch.randn(64, 64)])
+    runs = dry_runs(model, several, rf.find_blocks(model))
+    assert [run.needs_values for run in runs] == [True, True]
+    assert len(recwarn) == 1
 
 
 def test_nothing_is_run_on_fakes_once_values_are_known_to_be_needed() -> None:

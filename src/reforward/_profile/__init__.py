@@ -10,7 +10,7 @@ from torch import nn
 
 from reforward._blocks import Block
 from reforward._errors import InputError
-from reforward._profile.dry import BlockCall, DryRun, Knowledge, dry_run
+from reforward._profile.dry import BlockCall, DryRun, Knowledge, dry_run, dry_runs
 from reforward._profile.head import head_losses, with_heads
 from reforward._profile.inputs import CallInputs, capture_inputs
 from reforward._profile.profile import Profiled, profile_step
@@ -25,6 +25,7 @@ __all__ = [
     "Profiled",
     "capture_inputs",
     "dry_run",
+    "dry_runs",
     "head_losses",
     "profile",
     "profile_step",

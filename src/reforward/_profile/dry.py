@@ -173,6 +173,17 @@ def dry_run(
     return _called(model, blocks, replace(result, needs_values=True))
 
 
+def dry_runs(
+    model: nn.Module, step: Step, blocks: Sequence[Block], *, knowledge: Knowledge | None = None
+) -> list[DryRun]:
+    """`dry_run` of every batch; a step that needs values in one is run on its own tensors in the others, too."""
+    knowledge, runs = knowledge or Knowledge(), []
+    for variant in range(step.variants):
+        runs.append(dry_run(model, step, blocks, variant=variant, knowledge=knowledge))
+        knowledge = replace(knowledge, needs_values=knowledge.needs_values or runs[-1].needs_values)
+    return runs
+
+
 def _called(model: nn.Module, blocks: Sequence[Block], result: DryRun) -> DryRun:
     """The result, unless no block was called."""
     if blocks and not result.calls:

@@ -13,7 +13,7 @@ from reforward._blocks import Block, modules_by_path
 from reforward._errors import DryRunError, InputError
 from reforward._plan import Plan, Region
 from reforward._policy import Policy, Recompute, Save
-from reforward._profile.dry import BlockCall, DryRun, Knowledge, Segment, check_same_calls, dry_run
+from reforward._profile.dry import BlockCall, DryRun, Knowledge, Segment, check_same_calls, dry_run, dry_runs
 from reforward._profile.real import BlockSeconds, RealCosts, kind_of, learn_variant, real_costs, signature
 from reforward._profile_type import CallCost, Event, OptionCost, Profile
 from reforward._runtime import attached
@@ -63,7 +63,7 @@ def profile_step(
         raise InputError(f"every block overwrites its input ({given[0].path!r}, ...), so none can be computed again")
     with attached(model, none()):
         progress("dry run of the plain step", 0.0)
-        first = [dry_run(model, step, found, variant=variant) for variant in range(step.variants)]
+        first = dry_runs(model, step, found)
         variant = max(range(step.variants), key=lambda index: first[index].peak_bytes)
         progress("timing the blocks", 0.2)
         needs_values = any(run.needs_values for run in first)
